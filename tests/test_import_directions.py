@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from structure import ARROWS, AT_THE_CALL, BOXES, FILES, arrows_of_boxes, imports, room_of
 
 ROOMS = {
@@ -126,7 +125,6 @@ assert not BLOCKED & {{name.partition(".")[0] for name in sys.modules}}
 """
 
 
-@pytest.mark.promise("`import quantizer` works without any extra.")
 def test_the_library_works_without_any_optional_package() -> None:
     names = {
         *("tensorrt", "tensorrt_rtx", "openvino", "onnxruntime", "onnx", "onnxscript", "onnx_ir", "transformers"),

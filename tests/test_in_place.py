@@ -146,7 +146,6 @@ def test_an_exception_in_the_block_and_one_in_a_constructor() -> None:
     assert seen[-1] is model
 
 
-@pytest.mark.promise("models built outside, or by other threads, are not quantized.")
 def test_other_threads_stay_float() -> None:
     seen: list[nn.Module] = []
     made: list[nn.Module] = []
@@ -247,7 +246,6 @@ def test_a_class_imported_by_name_before_and_a_model_loaded_from_a_folder(tmp_pa
     assert type(BertForSequenceClassification.from_pretrained(tmp_path)) is BertForSequenceClassification
 
 
-@pytest.mark.promise("models built outside, or by other threads, are not quantized.")
 def test_models_outside_stay_float() -> None:
     before = bert()
     reference = before(**BATCH).logits

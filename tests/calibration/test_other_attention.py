@@ -31,7 +31,6 @@ class Attention(nn.Module):
         return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ v
 
 
-@pytest.mark.promise("For AIMv2 and ColPali they also differ in a mask, and a warning says so.")
 def test_another_function_is_told_once() -> None:
     model = Attention(causal=False).eval()
     q = Quantizer(preset="plain")

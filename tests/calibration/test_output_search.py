@@ -363,7 +363,6 @@ def test_attention_that_costs_most_stays_float(
     assert starts == ([None, chosen[0]] if left else [None])
 
 
-@pytest.mark.promise("`preset: fast` makes one choice by the model's output: whether attention is quantized.")
 @pytest.mark.parametrize(("tokens", "left"), [(400, True), (100, False)], ids=["15 dB", "4 dB"])
 def test_without_a_search_attention_stays_float_where_it_costs_much(tokens: int, left: bool) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -89,7 +89,6 @@ def sqnr_db(model: nn.Module, q: Quantizer, x: Tensor) -> float:
 # -- what it gains -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("so that what a block gives comes nearer to the float one")
 def test_the_output_comes_nearer_to_the_float_one() -> None:
     model, x = Net().eval(), data(1, seed=7)[0]
     q = reconstructed(model, **CLIPPED)

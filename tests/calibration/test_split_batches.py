@@ -145,9 +145,6 @@ def _other_shapes(rank: int, folder: str) -> None:
     Path(folder, "told").touch()
 
 
-@pytest.mark.promise(
-    "Processes that read other samples, as on machines whose files differ, end with an error that says so."
-)
 @pytest.mark.parametrize("work", [_none, _misfits])
 def test_data_that_does_not_fit(work: Any, tmp_path: Path) -> None:
     run_ranks(work, tmp_path)

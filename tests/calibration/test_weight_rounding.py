@@ -227,7 +227,6 @@ def test_inputs_that_are_independent_keep_the_nearest_codes() -> None:
     )
 
 
-@pytest.mark.promise("For INT4 it chooses the ranges as well")
 @pytest.mark.parametrize("config", [WEIGHTS, BLOCKS])
 def test_the_range_of_int4_is_a_share_of_the_maximum(config: dict[str, Any]) -> None:
     model = Net().eval()
@@ -244,7 +243,6 @@ def test_the_range_of_int4_is_a_share_of_the_maximum(config: dict[str, Any]) -> 
     assert_same(chosen.scale, chosen.amax / 7)
 
 
-@pytest.mark.promise("`mse` and `percentile` keep theirs but for these percents")
 def test_a_calibrator_of_weights_keeps_its_range_of_int4() -> None:
     model = Net().eval()
     for weights in ({"calibrator": "mse"}, {"calibrator": "percentile", "percentile": 97}):
@@ -255,7 +253,6 @@ def test_a_calibrator_of_weights_keeps_its_range_of_int4() -> None:
         assert float((found / wanted - 1).abs().max()) < 0.1
 
 
-@pytest.mark.promise("multiplied by the few percent that keep outputs as large as in float")
 @torch.no_grad()
 def test_outputs_of_int4_are_as_large_as_in_float() -> None:
     """What the float output predicts of the rounded one is the float output, channel by channel."""

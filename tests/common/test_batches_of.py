@@ -166,7 +166,6 @@ def test_what_cannot_be_told_is_an_error_with_its_cure(model: nn.Module, batch: 
 # -- how much is read ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("`rows=512` stops a loader that has no end")
 def test_rows_stops_a_loader_without_end() -> None:
     endless = itertools.repeat((X, CLASSES))
     assert len(_inputs(Mlp(), endless, rows=100)) == 140
@@ -176,7 +175,6 @@ def test_rows_stops_a_loader_without_end() -> None:
     assert len(taken) == 1
 
 
-@pytest.mark.promise("and takes rows at equal distances from a `Dataset`, a tensor or an array")
 def test_rows_of_sorted_data_are_spread_over_it() -> None:
     ordered = torch.arange(70.0).reshape(70, 1)
     for data in (ordered, ordered.numpy(), TensorDataset(ordered)):

@@ -364,7 +364,6 @@ def test_problems_of_rows_and_budget_come_together(write: Write) -> None:
 SAME = "data.tuning: has rows of data.evaluation: "
 
 
-@pytest.mark.promise("on the rows of `data.tuning`, which may share none with `data.evaluation`.")
 @pytest.mark.parametrize(
     ("tuning", "evaluation", "shared"),
     [

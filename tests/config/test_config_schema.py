@@ -69,7 +69,6 @@ def test_defaults() -> None:
     assert run.data.batch_size == 32
 
 
-@pytest.mark.promise("What you set yourself stays as you set it.")
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

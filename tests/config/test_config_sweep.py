@@ -51,7 +51,6 @@ def problem(paths: list[str], *overrides: str) -> str:
         ("a,", ["a", ""]),
     ],
 )
-@pytest.mark.promise("A value in brackets or quotes stays one value: `[99.9, 99.99]` is a list that one run gets")
 def test_commas_outside_brackets_and_quotes_part_values(written: str, parts: list[str]) -> None:
     assert split_values(written) == parts
 
@@ -124,7 +123,6 @@ def test_thousands_of_runs_are_counted_without_being_made(file: str) -> None:
     assert read_sweep([file], [f"engine.threads={many}", f"data.batch_size={many}"] * 2).count == 10**6
 
 
-@pytest.mark.promise("A key that does not exist, an empty list and two runs of one name stop it before any run starts")
 def test_mistakes(file: str) -> None:
     unknown = problem([file], "quantizer.bakend=openvino,onnxruntime", "engine.threads=1,2")
     # Once, although every combination has it.

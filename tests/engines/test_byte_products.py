@@ -24,7 +24,6 @@ def vnni(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     return there
 
 
-@pytest.mark.promise("products of bytes saturate there, and a build for `openvino` or `onnxruntime` says so.")
 @pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
 def test_a_quantized_file_is_warned_of(name: str, vnni: bool, qdq: Any, tmp_path: Path) -> None:
     pytest.importorskip(name, reason=f"install enginequant[{name}]")

@@ -92,7 +92,6 @@ def test_the_instructions_of_the_cpu_are_beside_the_note(note: dict[str, Any], t
     assert built_on(path) == ()
 
 
-@pytest.mark.promise("Loading an engine on a CPU that lacks instructions of the one it was built on warns.")
 def test_an_engine_on_a_cpu_without_its_instructions(
     built: tuple[str, Path], qdq: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

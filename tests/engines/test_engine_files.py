@@ -135,7 +135,6 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         import_library("tensorrt", "absent_one", "absent_two")
 
 
-@pytest.mark.promise("weights in other files are refused when the engine is built")
 @pytest.mark.parametrize("name", ["openvino", "onnxruntime", "tensorrt-rtx"])
 def test_weights_outside_the_models_folder(name: str, write_qdq: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings" if name == "tensorrt-rtx" else name)

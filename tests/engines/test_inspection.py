@@ -244,7 +244,6 @@ def test_a_file_of_no_backend(tmp_path: Path) -> None:
         inspect_file(path)
 
 
-@pytest.mark.promise("what its ONNX file asks for is shown instead.")
 def test_an_engine_that_cannot_run_here_is_not_verified(
     qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,10 +55,6 @@ def refused(model: Path, engine: Path) -> str:
     return ""
 
 
-@pytest.mark.promise(
-    "makes OpenVINO compute in BF16 where nothing is quantized; the engine file keeps it, and `quantizer show` "
-    "says what runs in it."
-)
 def test_bf16_is_what_runs_and_what_is_seen(bf16: Path, product: Path, tmp_path: Path) -> None:
     plain = build_engine("openvino", product, tmp_path / "f32.engine").path
     x = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)

@@ -82,7 +82,6 @@ CODE = "x=__import__('os').mkdir('ran')"
 NAMES = [CODE, f"{CODE}):\n    {CODE[2:]}\n    return (x,", CODE[2:], "self.__class__"]
 
 
-@pytest.mark.promise("no source code is made of it")
 @pytest.mark.parametrize("text", NAMES)
 @pytest.mark.parametrize("place", ["target", "name", "origin", "output name", "input name", "dimension", "constant"])
 def test_no_name_becomes_code(
@@ -262,7 +261,6 @@ UNTRUSTED = r"model\.engine holds compiled native code, which this process did n
 TRIED = "cannot load the compiled graph"
 
 
-@pytest.mark.promise("runs native code: asks for `trust=True`")
 def test_native_code_is_loaded_when_it_is_trusted(compiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = compiled / "model.engine"
     loads: dict[str, Callable[..., object]] = {

@@ -69,7 +69,6 @@ def test_an_engine_is_built_and_run(name: str, qdq: Any, tmp_path: Path) -> None
     assert built.seconds > 0
 
 
-@pytest.mark.promise("An engine that crashes, hangs, or computes something else than PyTorch is a row with the reason")
 @pytest.mark.usefixtures("outside")
 def test_it_crashes(qdq: Any, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"model\.engine for crashing .* crashed: Aborted \(signal 6\)"):

@@ -31,7 +31,6 @@ def mlp() -> Prepared:
     return quantizer, quantizer.quantize(model), x
 
 
-@pytest.mark.promise("A step that lacks a package raises an error with the install command.")
 @pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_a_missing_library_names_the_extra(
     mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
@@ -185,7 +184,6 @@ def test_a_model_that_cannot_be_exported(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.promise("`F.scaled_dot_product_attention` with three axes cannot be exported if it is not quantized.")
 def test_fused_attention_of_three_axes_that_stays_float(tmp_path: Path) -> None:
     model, x = (
         net("self.head(F.scaled_dot_product_attention(x, x, x))", head=nn.Linear(8, 8)).eval(),

@@ -191,7 +191,6 @@ def explicit(graph: Any) -> list[str]:
     return [node.name for node in graph.node if node.op_type == "Mul" and "_input_quantizer" in node.name]
 
 
-@pytest.mark.promise("the export folds it into the normalization before, where nobody else reads that.")
 def test_a_normalization_before_its_readers_takes_the_factors(tmp_path: Path) -> None:
     graph, _, sqnr_db = exported(tiny("vit"), batch("vit"), tmp_path)
     left = explicit(graph)
@@ -200,7 +199,6 @@ def test_a_normalization_before_its_readers_takes_the_factors(tmp_path: Path) ->
     assert sqnr_db > 60
 
 
-@pytest.mark.promise("the export folds it into the normalization before, where nobody else reads that.")
 def test_a_normalization_that_a_residual_reads_does_not(tmp_path: Path) -> None:
     graph, _, sqnr_db = exported(tiny("bert"), batch("bert"), tmp_path)
     left = explicit(graph)

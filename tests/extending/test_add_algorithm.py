@@ -34,10 +34,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.promise(
-    "| `kept` | the saved batches; `few()` for a smaller part, `halves()` to check a choice on other batches |"
-)
-@pytest.mark.promise("Choices are saved with the statistics, so a saved quantizer loads without your module.")
 def test_its_choice_is_planned_saved_and_loaded(folder: Path) -> None:
     run_outside(
         folder,
@@ -97,7 +93,6 @@ assert ranges(calibrated("mse")) == before
     )
 
 
-@pytest.mark.promise("A second algorithm under the same name is an error.")
 def test_its_errors_name_it(folder: Path) -> None:
     run_outside(
         folder,

@@ -92,7 +92,6 @@ with pytest.raises(ConfigError, match="'auto', 'output' or 'four-sigma'; did you
     )
 
 
-@pytest.mark.promise("A second class under the same name is an error.")
 def test_a_name_is_registered_once(folder: Path) -> None:
     run_outside(
         folder,
@@ -109,10 +108,6 @@ with pytest.raises(ValueError, match="calibrator 'auto': the name has a meaning 
     )
 
 
-@pytest.mark.promise(
-    "Errors name the calibrator if its constructor or `estimate()` raises, or if `estimate()` does not return a finite "
-    "number."
-)
 def test_its_errors_name_it(folder: Path) -> None:
     run_outside(
         folder,

@@ -73,10 +73,6 @@ for target in (None, *(profile(name) for name in ("tensorrt", "openvino", "onnxr
     )
 
 
-@pytest.mark.promise(
-    "A returned problem, or a node that still matches, ends the export with an `ExportError` that names the pass. "
-    "No file is written."
-)
 def test_a_broken_promise_ends_the_export(folder: Path) -> None:
     run_outside(
         folder,
@@ -93,7 +89,6 @@ assert not list(Path().glob("*net*"))
     )
 
 
-@pytest.mark.promise("A second pass under the same name is an error.")
 def test_a_name_is_registered_once(folder: Path) -> None:
     run_outside(
         folder,
@@ -105,7 +100,6 @@ with pytest.raises(ValueError, match="graph pass 'square-by-mul' is registered t
     )
 
 
-@pytest.mark.promise("Adding the class instead of an instance is also an error.")
 def test_its_errors_name_it(folder: Path) -> None:
     run_outside(
         folder,

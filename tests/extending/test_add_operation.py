@@ -101,7 +101,6 @@ torch.testing.assert_close(torch.from_numpy(output), int8(data[0]), atol=1e-3, r
     )
 
 
-@pytest.mark.promise("Existing proxies do not change.")
 def test_a_proxy_made_before_has_the_sites_of_then(folder: Path) -> None:
     run_outside(
         folder,
@@ -125,9 +124,6 @@ assert torch.equal(before(x), after(x))
     )
 
 
-@pytest.mark.promise(
-    "You cannot add a name or a spelling that has an entry, an operator such as `@`, or a method that works in place."
-)
 def test_what_cannot_be_added_is_refused(folder: Path) -> None:
     run_outside(
         folder,

@@ -64,7 +64,6 @@ assert main(["run", "run.yaml", "engine.checksums=true", "output=done"]) == 0
     assert (folder / "done" / "SHA256SUMS").read_text(encoding="utf-8") == f"{digest}  model.engine\n"
 
 
-@pytest.mark.promise("An exception in either function carries a note with the stage: `in stage write_checksums`.")
 def test_its_key_and_its_errors(folder: Path) -> None:
     run_in_copy(
         folder,

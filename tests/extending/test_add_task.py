@@ -108,7 +108,6 @@ assert read_checkpoint("model").task == "sequence-classification"
     )
 
 
-@pytest.mark.promise("A second task under the same name is an error.")
 @pytest.mark.parametrize("name", [NAME, "sequence-classification"])
 def test_a_name_is_registered_once(folder: Path, name: str) -> None:
     run_outside(
@@ -123,9 +122,6 @@ with pytest.raises(ValueError, match="task '{name}' is registered twice"):
     )
 
 
-@pytest.mark.promise(
-    "If the constructor raises, or a method returns a value of the wrong type or length, the error names the task."
-)
 def test_its_errors_name_it(folder: Path) -> None:
     run_outside(
         folder,

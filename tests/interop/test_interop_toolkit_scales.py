@@ -172,7 +172,6 @@ UNMATCHED: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.promise("`unmatched` lists what was not taken")
 @pytest.mark.parametrize(("key", "amax", "reason"), UNMATCHED)
 def test_what_is_not_taken_is_listed(key: str, amax: Any, reason: str) -> None:
     _, q = _mlp()

@@ -63,7 +63,6 @@ def model(tmp_path: Path) -> Any:
     return found
 
 
-@pytest.mark.promise("uploads what `save_pretrained` writes")
 def test_what_is_pushed_loads_bit_for_bit_and_has_tags(model: Any, pushed: Path, tmp_path: Path) -> None:
     frozen = plugin.quantizer_of(model).quantize(model)
     frozen.push_to_hub("me/mine")

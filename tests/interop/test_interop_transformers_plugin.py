@@ -134,10 +134,6 @@ def test_a_model_that_was_loaded_without_has_no_quantizer(bert):
 # -- quantized: saved and loaded -----------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(
-    "What `quantize` gives is saved with weights as integers, and what is loaded from that folder computes the "
-    "same, bit for bit."
-)
 @pytest.mark.parametrize(
     ("config", "prepare"),
     [
@@ -192,10 +188,6 @@ def test_other_models(tmp_path, auto, make, inputs):
         assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-@pytest.mark.promise(
-    "What `quantize` gives is saved with weights as integers, and what is loaded from that folder computes the "
-    "same, bit for bit."
-)
 def test_weights_are_integers_and_files_may_be_many(bert, tmp_path):
     from safetensors.torch import load_file
 

@@ -100,7 +100,6 @@ def test_a_trial_is_built_for_the_chosen_backend(monkeypatch: pytest.MonkeyPatch
     assert context.timer.build.call_args.args == ("torch", Path("a.onnx"), Path("a.engine"))
 
 
-@pytest.mark.promise("keeps in float what costs most accuracy while the engine stays twice as fast as in float.")
 def test_a_speed_that_is_reached_at_the_second_engine(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
 

@@ -9,7 +9,6 @@ from torch import nn
 from quantizer import Quantizer
 
 
-@pytest.mark.promise("Convolutions that are wrong on CPUs with AMX are not quantized for `openvino`, on every CPU.")
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
 def test_a_wide_kernel_over_few_channels(backend: str) -> None:
     torch.manual_seed(0)

@@ -55,7 +55,6 @@ def _assert_counts_agree(q: Quantizer) -> None:
 # -- what is covered -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("It lists every operation it found: quantized, or the reason why not.")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_an_encoder_is_covered_whole(attention: str) -> None:
     pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
@@ -144,7 +143,6 @@ def _escaping(name: str) -> nn.Module:
     return net(f"x = self.linear(x); return {text}", **parts) if text else Helped()
 
 
-@pytest.mark.promise("It lists every operation it found: quantized, or the reason why not.")
 @pytest.mark.parametrize("name", ESCAPES)
 def test_why_a_product_escapes(name: str) -> None:
     reason = ESCAPES[name][1]

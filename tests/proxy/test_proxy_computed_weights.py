@@ -106,7 +106,6 @@ def _weight(q: Quantizer) -> Any:
     return next(o for site in q.plan.values() if site.quantized for o in site.operands if o.role == "weight")
 
 
-@pytest.mark.promise("Weights computed from parameters at each call are quantized like others")
 @pytest.mark.parametrize("name", LAYERS)
 def test_it_is_quantized_as_if_it_were_a_parameter(name: str, tmp_path: Path) -> None:
     model, twin, x = _net(name)
@@ -283,7 +282,6 @@ BAD: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.promise("They are not quantized if they change between calls or in place.")
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_one_weight_stays_float(name: str) -> None:
     make, why = BAD[name]

@@ -33,7 +33,6 @@ def _wanted(architecture: str, attention: str) -> dict[str, Any]:
     return {"output_hidden_states": True, "output_attentions": attention == "eager"}
 
 
-@pytest.mark.promise("Attention runs as separate MatMuls during calibration and in the quantized model")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("architecture", "attention", "padded"), CASES)
 def test_observing_proxy_is_the_eager_model(

@@ -95,7 +95,6 @@ def test_coverage_says_why_a_group_is_float() -> None:
 # -- choosing ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("q.clear_fallback() undoes it")
 def test_clear_fallback_undoes_it() -> None:
     model, q, amp = _bert()
     inputs = batch("bert", padded=True)

@@ -72,7 +72,6 @@ def sqnr(expected: Tensor, found: Tensor) -> float:
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("The last rule that matches a site decides, and `q.coverage` names it.")
 def test_the_last_rule_that_matches_decides_and_coverage_names_it() -> None:
     quantizer = calibrated(
         Net().eval(),

@@ -230,7 +230,6 @@ assert (folder / "again/quantizer.yaml").read_bytes() == (folder / "state/quanti
 """
 
 
-@pytest.mark.promise("the same model, bit for bit")
 @pytest.mark.parametrize("fallback", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_reload_in_a_new_process_is_bit_identical(tmp_path: Path, fallback: bool) -> None:
     pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")

@@ -63,10 +63,6 @@ class Wanders(nn.Module):
         return torch.stack(seen).sum(0)
 
 
-@pytest.mark.promise(
-    "It needs no export and no compiler, so it takes models that no exporter takes: branches that depend on data, "
-    "loops, caches."
-)
 def test_a_model_that_does_not_export_keeps_its_control_flow() -> None:
     model = Wanders().eval()
     inputs = [rows(1).abs(), -rows(2).abs(), 0.01 * rows(3).abs()]
@@ -108,7 +104,6 @@ def test_encoders(architecture: str) -> None:
         assert sqnr_db(lowered(**given), frozen(**given)) > 40
 
 
-@pytest.mark.promise("- **Attention** whose products are not quantized is the model's own, fused or not.")
 def test_attention_whose_products_stay_float_is_the_models_own() -> None:
     model, given = tiny("bert", "sdpa"), batch("bert", padded=True)
     q = calibrated(model, given)
@@ -353,10 +348,6 @@ def test_copies_casts_and_loaded_states_choose_their_kernels_again() -> None:
     assert torch.equal(lowered(x), expected)
 
 
-@pytest.mark.promise(
-    "Saving is `q.save`, and lowering again after `Quantizer.load`: kernels keep weights in a layout of the processor "
-    "at hand, and nothing of ours is pickled."
-)
 def test_a_saved_quantizer_lowers_again(tmp_path: Path) -> None:
     model = Mlp().eval()
     q = calibrated(model)
@@ -364,10 +355,6 @@ def test_a_saved_quantizer_lowers_again(tmp_path: Path) -> None:
     assert torch.equal(Quantizer.load(tmp_path / "saved").lower(model)(rows(1)), q.lower(model)(rows(1)))
 
 
-@pytest.mark.promise(
-    "Weights that may do so stay in floats, and the reason says so; quantize for `torch-avx2`, which has weights of "
-    "7 bits."
-)
 def test_weights_whose_products_saturate_are_left_to_floats() -> None:
     model = nn.Sequential(nn.Linear(32, 8)).eval()
     q = calibrated(model, backend="onnxruntime")
@@ -459,10 +446,6 @@ def test_a_table_of_a_model_in_half_precision_gives_rows_in_it() -> None:
     assert sqnr_db(held(ids).float(), lowered(ids)) > 35
 
 
-@pytest.mark.promise(
-    "Compile the block that a model repeats rather than the whole (`for layer in model.encoder.layer: "
-    "layer.compile()`): one compilation serves all layers, whatever their scales are."
-)
 @pytest.mark.parametrize("config", [{}, {"backend": "tensorrt", "formats": [FP8]}], ids=["int8", "fp8"])
 def test_blocks_with_other_ranges_share_one_compilation(config: dict[str, Any]) -> None:
     counter = CompileCounter()

@@ -136,7 +136,6 @@ READ: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.promise("Otherwise padding counts, and a warning says so.")
 @pytest.mark.parametrize("kind", READ)
 def test_ranges_are_those_without_a_mask(kind: str) -> None:
     """With the mask taken for what it is not, the ranges would be those of padding, or of half the positions."""

@@ -171,7 +171,6 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.promise("every one of them gets the plan of one process that saw it all.")
 @pytest.mark.parametrize("calibrator", some_daily(tuple(CALIBRATORS), 4))
 def test_two_ranks_decide_what_one_process_does(halves: Path, calibrator: str) -> None:
     first, second = (load_file(halves / f"{calibrator}-{rank}.safetensors") for rank in range(2))

@@ -173,7 +173,6 @@ def test_a_target_that_gains_nothing_keeps_the_kernel(backend: str) -> None:
     assert torch.equal(q.quantize(model)(x)[0], model(x)[0])
 
 
-@pytest.mark.promise("Recurrent layers are quantized as a whole, and only where this is faster.")
 def test_a_small_layer_keeps_the_kernel() -> None:
     model, x = _made("lstm")
     q = make_calibrated(model, [x], backend="openvino")

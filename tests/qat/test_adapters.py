@@ -47,9 +47,6 @@ def trained(tmp_path: Path) -> tuple[nn.Module, nn.Module, Any]:
     return model, proxy.eval(), trainer
 
 
-@pytest.mark.promise(
-    "DDP, `accelerate`, `torch.compile`, gradient checkpointing, autocast and LoRA adapters need nothing more."
-)
 def test_adapters_are_trained_over_rounded_weights(trained: tuple[nn.Module, nn.Module, Any]) -> None:
     model, proxy, _ = trained
     fresh, moved = adapted().state_dict(), set()

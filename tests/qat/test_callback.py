@@ -35,10 +35,6 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.promise(
-    "The callback fixes the scales late, stops at a gradient that is NaN and names the last checkpoint, and "
-    "warns when an evaluation falls below the one before the first step, which is PTQ's."
-)
 def test_it_trains_by_the_schedule(model: nn.Module, tmp_path: Path) -> None:
     q = trainers.calibrated(model)
     proxy = q.qat(model, scales="learned")
@@ -98,7 +94,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert_same(q.quantize(model)(**inputs), unbroken.quantize(whole)(**inputs))
 
 
-@pytest.mark.promise("A checkpoint is one of the proxy: one that was made with another configuration is refused.")
 def test_a_checkpoint_of_another_configuration(model: nn.Module, tmp_path: Path) -> None:
     trainers.trainer(trainers.calibrated(model).qat(model), tmp_path, max_steps=3).train()
     other = tiny("bert-classification", train=True)
@@ -115,10 +110,6 @@ def _poison(proxy: nn.Module, step: int) -> None:
     )
 
 
-@pytest.mark.promise(
-    "The callback fixes the scales late, stops at a gradient that is NaN and names the last checkpoint, and "
-    "warns when an evaluation falls below the one before the first step, which is PTQ's."
-)
 def test_a_loss_of_nan(model: nn.Module, tmp_path: Path) -> None:
     proxy = trainers.calibrated(model).qat(model)
     _poison(proxy, step=5)
@@ -155,10 +146,6 @@ def score(found: Any) -> dict[str, float]:
     return {"score": -float(nn.functional.cross_entropy(*map(torch.from_numpy, found)))}
 
 
-@pytest.mark.promise(
-    "The callback fixes the scales late, stops at a gradient that is NaN and names the last checkpoint, and "
-    "warns when an evaluation falls below the one before the first step, which is PTQ's."
-)
 @pytest.mark.parametrize("metric", [pytest.param(None, marks=pytest.mark.nightly), "score"])
 def test_a_training_that_ends_below_ptq(
     model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture, metric: str | None

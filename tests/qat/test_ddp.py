@@ -84,9 +84,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.promise(
-    "DDP, `accelerate`, `torch.compile`, gradient checkpointing, autocast and LoRA adapters need nothing more."
-)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_what_one_process_does(ranks: Path, kind: str) -> None:
     first, second = (load_file(ranks / f"{kind}-{rank}.safetensors") for rank in range(2))

@@ -59,7 +59,6 @@ def test_hidden_states_are_compared_relative_to_their_own_size() -> None:
     torch.testing.assert_close(Distillation(model, hidden=0.5)(output, data()), plain + 0.5 * extra)
 
 
-@pytest.mark.promise("with `hidden=` the hidden states; padding is left out.")
 def test_padding_and_labels_are_left_out() -> None:
     model = Classifier(tokens=True).eval()
     mask = torch.ones(8, 5, dtype=torch.long)

@@ -58,9 +58,6 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: f
 
 
 # Dynamo instantiates the functions that it traces.
-@pytest.mark.promise(
-    "DDP, `accelerate`, `torch.compile`, gradient checkpointing, autocast and LoRA adapters need nothing more."
-)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.nightly
 def test_compiled() -> None:
@@ -78,9 +75,6 @@ def compute_again(model: Any, reentrant: bool) -> None:
     enable({"use_reentrant": reentrant})
 
 
-@pytest.mark.promise(
-    "DDP, `accelerate`, `torch.compile`, gradient checkpointing, autocast and LoRA adapters need nothing more."
-)
 @pytest.mark.parametrize(("reentrant", "before"), [(False, False), (False, True), (True, False), (True, True)])
 def test_layers_computed_again(reentrant: bool, before: bool) -> None:
     model = classifier()
@@ -132,9 +126,6 @@ def test_optimizers_for_many_tensors(how: str) -> None:
     assert_close(*results, bound=1e-5)
 
 
-@pytest.mark.promise(
-    "DDP, `accelerate`, `torch.compile`, gradient checkpointing, autocast and LoRA adapters need nothing more."
-)
 def test_bfloat16_by_autocast() -> None:
     model = classifier()
     proxy = calibrated(model).qat(model, scales="learned")
@@ -160,9 +151,6 @@ def step(proxy: nn.Module, optimizer: Any, accelerator: Any) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.promise(
-    "DDP, `accelerate`, `torch.compile`, gradient checkpointing, autocast and LoRA adapters need nothing more."
-)
 @pytest.mark.parametrize("scales", KINDS)
 def test_accelerate(scales: Any, tmp_path: Path) -> None:
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)

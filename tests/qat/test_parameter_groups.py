@@ -35,7 +35,6 @@ def trainable(**asked: Any) -> tuple[Quantizer, nn.Module]:
     return quantizer, quantizer.qat(model, copy=True, **asked)
 
 
-@pytest.mark.promise("`parameter_groups` gives them a rate of their own, by which a step moves one by a fifth at most.")
 def test_ranges_of_activations_have_a_rate_of_their_own() -> None:
     quantizer, proxy = trainable(scales="learned")
     rest, ranges = groups = parameter_groups(proxy, 1e-5)

@@ -60,9 +60,6 @@ def test_before_a_step_it_is_the_frozen_model(scales: Any) -> None:
     assert not torch.equal(proxy(data(2)), model(data(2)))
 
 
-@pytest.mark.promise(
-    "It shares its parameters with the model, so training it trains the model; with `copy=True` it has its own."
-)
 @pytest.mark.parametrize("scales", ["fixed", "learned"])
 def test_training_the_proxy_trains_the_model(scales: Any) -> None:
     model = twice().train()
@@ -83,9 +80,6 @@ def test_training_the_proxy_trains_the_model(scales: Any) -> None:
     assert bool(moved) == (scales == "learned")
 
 
-@pytest.mark.promise(
-    "It shares its parameters with the model, so training it trains the model; with `copy=True` it has its own."
-)
 def test_a_copy_is_trained_and_the_model_left_alone() -> None:
     model = twice().train()
     quantizer = calibrated(model)
@@ -157,7 +151,6 @@ def test_operands_of_one_tensor_learn_one_scale() -> None:
     assert torch.equal(scales["query.forward.linear_0.input"], scales["key.forward.linear_0.input"])
 
 
-@pytest.mark.promise("What `fallback` kept in float is trained in float.")
 def test_what_fallback_put_back_is_trained_in_float() -> None:
     model = twice().eval()
     quantizer = calibrated(model)
@@ -172,7 +165,6 @@ def test_what_fallback_put_back_is_trained_in_float() -> None:
     assert not torch.equal(quantizer.quantize(model)(data(9)), proxy(data(9)))
 
 
-@pytest.mark.promise("Without calibration the ranges are those of the first eight batches.")
 def test_without_calibration_the_first_batches_give_the_ranges(caplog: pytest.LogCaptureFixture) -> None:
     model = twice().eval()
     first, other = Quantizer(preset="plain", backend="openvino"), Quantizer(preset="plain", backend="openvino")

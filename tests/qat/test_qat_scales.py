@@ -161,7 +161,6 @@ def test_kinds_that_cannot_be() -> None:
         Quantizer(preset="plain").qat(residual_net(), scales="average")
 
 
-@pytest.mark.promise("scales are fixed after 80% of the steps, batch statistics after 50%")
 @pytest.mark.parametrize("scales", ["average", "learned"])
 def test_scales_are_fixed_late(scales: Any) -> None:
     model = residual_net().train()
@@ -210,7 +209,6 @@ def test_asymmetric_formats_keep_their_zero_points() -> None:
     assert all(torch.equal(points[name], quantizers(frozen)[name].zero_point) for name in points)
 
 
-@pytest.mark.promise("scales are fixed after 80% of the steps, batch statistics after 50%")
 def test_batch_norms_are_frozen_by_schedule_and_folded_in_the_file(tmp_path: Any) -> None:
     onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
     model, x = ConvNet().train(), torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -81,7 +81,6 @@ def test_a_proxy_within_another_module() -> None:
         nn.ModuleDict({"student": proxy_of("fixed")}).load_state_dict(whole.state_dict(), strict=False)
 
 
-@pytest.mark.promise("A checkpoint is one of the proxy: one that was made with another configuration is refused.")
 @pytest.mark.parametrize(
     ("scales", "config", "said"),
     [

@@ -101,7 +101,6 @@ def test_within_noise(tmp_path: Path) -> None:
     assert "within noise" in html_from_comparison(found, "two", tmp_path)
 
 
-@pytest.mark.promise("Scores on other samples are not compared: the page says so, and has no interval for them")
 def test_other_rows_have_no_interval(tmp_path: Path) -> None:
     runs = read_runs([write_run(tmp_path / "a", 0.9, 2.0), write_run(tmp_path / "b", 0.7, 1.0, rows="others")])
     found = compare(runs)
@@ -143,7 +142,6 @@ def write_function_run(folder: Path, base: float, value: float, **changes: Any) 
     return write_run(folder, 0.9, 2.0, kept=False, scores=scores, **changes)
 
 
-@pytest.mark.promise("where it gives the float model of both runs the same score, the rows are taken to be the same")
 def test_a_function_in_python_is_the_same_where_the_float_model_scores_the_same(tmp_path: Path) -> None:
     a, b = write_function_run(tmp_path / "a", 0.85, 0.84), write_function_run(tmp_path / "b", 0.85, 0.8)
     found = compare(read_runs([a, b]))
@@ -203,7 +201,6 @@ def test_the_picture_tells_where_a_lower_score_is_better(higher: bool, tmp_path:
     assert ("m (lower is better)</text>" in page) is not higher
 
 
-@pytest.mark.promise("Each run has its verdict, and a noisy timing is called so")
 def test_verdicts_and_noise(tmp_path: Path) -> None:
     entries = latency_entries({"float": [4.0] * 8, "engine": [1.0, 1.5, 2.0, 2.5] * 2})
     noisy = Latency(batch=8, sequence=16, threads=1, reference="openvino float32", engines=entries)
@@ -224,7 +221,6 @@ def test_verdicts_and_noise(tmp_path: Path) -> None:
     assert "3  b: do not use, noisy timing, 0.00 s, on the frontier" in said
 
 
-@pytest.mark.promise("The name of a run leads to its `report.html`")
 def test_the_page_leads_to_the_reports(tmp_path: Path) -> None:
     runs = [
         write_run(tmp_path / "swept" / "num=2,names=#1", 0.9, 2.0),
@@ -300,7 +296,6 @@ def _timed(reference: str) -> Latency:
     return Latency(batch=8, sequence=16, threads=1, reference=reference, engines=entries)
 
 
-@pytest.mark.promise("Where the float engines of the runs differ, the comparison says that speeds cannot be compared")
 def test_speeds_relative_to_other_float_engines(tmp_path: Path) -> None:
     told = {"a": "openvino float32", "b": "openvino bfloat16", "c": "openvino float32"}
     runs = [write_run(tmp_path / name, 0.9, 2.0, latency=_timed(one)) for name, one in told.items()]
@@ -337,7 +332,6 @@ def test_without_a_score_the_outputs_are_compared(tmp_path: Path) -> None:
     assert [row["sqnr_db"] for row in csv.DictReader(csv_text(found).splitlines())] == ["17.0", "40.6", "inf"]
 
 
-@pytest.mark.promise("`compare` takes the folder of a sweep as all its finished runs")
 def test_the_folder_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("num=2", "num=4", ".num=8.part"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import pytest
 from report_samples import bare_record, sample_record
 
 from quantizer.report.page import html_from_record
@@ -147,7 +146,6 @@ def test_the_page_has_the_layers_and_the_groups() -> None:
     assert '<a href="#layers">Layers</a>' in page
 
 
-@pytest.mark.promise("`print(q.coverage.all)` shows every row, and the report has a table of its own for them.")
 def test_the_page_counts_what_ran() -> None:
     page = html_from_record(bare_record(coverage=SITES))
     assert "All 4 sites that ran</summary>" in page

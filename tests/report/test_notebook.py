@@ -158,7 +158,6 @@ class PassesOn(nn.Module):
         return applied(attend, self.linear(x))
 
 
-@pytest.mark.promise("so what it computes is not quantized; to quantize it, call it in the code of a module")
 def test_a_function_that_is_passed_on_says_what_to_do() -> None:
     q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(PassesOn().eval(), [torch.randn(4, 8)])

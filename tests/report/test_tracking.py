@@ -209,7 +209,6 @@ def test_tensorboard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert board.closed
 
 
-@pytest.mark.promise("sends nothing over the network unless the tracker's own variables say so")
 def test_wandb_is_offline_unless_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.clear()
     _module(monkeypatch, "wandb", init=_WandbRun, Artifact=_Artifact)
@@ -231,7 +230,6 @@ def test_wandb_is_offline_unless_asked(folder: Path, monkeypatch: pytest.MonkeyP
     assert runs[1].asked["mode"] == "online"
 
 
-@pytest.mark.promise("A tracker that fails costs a line of warning, not the run.")
 @pytest.mark.parametrize(
     "error",
     [

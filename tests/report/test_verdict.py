@@ -116,7 +116,6 @@ def test_an_output_without_a_difference() -> None:
         ("met", 0.01, "usable", None),
     ],
 )
-@pytest.mark.promise("A budget that is missed begins the verdict, in the report and the model card, too")
 def test_a_missed_budget_comes_first(
     verdict: str, evaluation: float | None, level: str, said: str | None, tmp_path: Path
 ) -> None:

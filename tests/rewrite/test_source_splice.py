@@ -147,7 +147,6 @@ def test_what_is_left_alone_says_why(tmp_path: Path, body: str, reason: str) -> 
     assert (reasons.pop() or "").startswith(reason)
 
 
-@pytest.mark.promise("so that a name outlives an update of the library that moves lines.")
 def test_names_are_ordinal_and_lines_those_of_the_text(tmp_path: Path) -> None:
     file = source_file(
         tmp_path,

@@ -520,7 +520,6 @@ class Executed(nn.Module):
 """
 
 
-@pytest.mark.promise("If the source of a module is missing, the coverage says so.")
 def test_a_class_without_source_is_reported_and_the_rest_works() -> None:
     namespace: dict[str, Any] = {"__name__": "sample_executed"}
     exec(compile(_EXECUTED, "<nowhere>", "exec"), namespace)

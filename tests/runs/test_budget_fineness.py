@@ -40,7 +40,6 @@ def test_what_rows_can_tell(asked: float, rows: int, metric: str, said: str | No
         assert f"--max-drop: {asked:g} is {said}" in found[0]
 
 
-@pytest.mark.promise("`quantizer validate` and the run warn where a budget is finer than its tuning samples can tell")
 @pytest.mark.parametrize("rows", [None, 15])
 def test_validate_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: int | None) -> None:
     run: dict[str, Any] = tiny_run(tmp_path)

@@ -135,11 +135,6 @@ def convert(
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(
-    "quantizes for both engines from that one calibration, builds them, holds their outputs to PyTorch's at "
-    "several shapes, times them, and writes `converted/my-model` with a folder for each."
-)
-@pytest.mark.promise("Each engine has the folder that a run has")
 def test_what_was_converted_is_shown_compared_and_run(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,7 +202,6 @@ def test_a_folder_that_is_none_of_ours(place: Place, tmp_path: Path) -> None:
         load_converted(tmp_path / "later")
 
 
-@pytest.mark.promise("Without data it stops and says so; without `--quantization` it converts the float model.")
 def test_a_float_model_needs_no_data(place: Place) -> None:
     assert {path.name for path in place.float.iterdir()} == {*BACKENDS, MARKER}
     assert not list(place.float.glob("openvino/float.*"))
@@ -241,10 +235,6 @@ def test_what_cannot_run_here_is_not_called_verified(convert: Callable[..., tupl
     assert config["float_dtype"] == "float16"
 
 
-@pytest.mark.promise(
-    "an engine's outputs are at least 30 dB from those of the frozen model in PyTorch, or at most 3 dB further "
-    "from the float model than these"
-)
 @pytest.mark.parametrize(
     ("sqnr", "to_float", "of_proxy", "right"),
     [
@@ -350,7 +340,6 @@ def test_ranges_of_a_file_are_those_of_all_engines(
     assert any(variant.dynamic for variant in variants_of(asked, ("onnxruntime",))) is offered
 
 
-@pytest.mark.promise("Every key of a [run](../configuration.md) works here.")
 def test_a_conversion_takes_every_key_of_a_run(
     place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,7 +391,6 @@ def sqnr(right: Any, given: Any) -> float:
 SHAPES = [(1, 16), (2, 24), (3, 20), (4, 32)]
 
 
-@pytest.mark.promise("Each folder of a backend has a model repository")
 @pytest.mark.parametrize("kind", ["int8", "float"])
 def test_onnx_runtime_gives_what_our_engine_gives(place: Place, kind: str) -> None:
     model, ours = place.served(kind, "onnxruntime"), load_converted(place.folder / kind / "onnxruntime").engine
@@ -458,7 +446,6 @@ def test_openvino_gives_what_our_engine_gives(place: Place, kind: str) -> None:
         assert sqnr(right, given) > 90, shape
 
 
-@pytest.mark.promise("`HINT_BF16` where the engine was built for bfloat16")
 def test_openvino_computes_in_bfloat16_where_our_engine_does(place: Place) -> None:
     if "BF16" not in openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this CPU has no BF16")

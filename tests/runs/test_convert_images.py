@@ -54,7 +54,6 @@ def _made(place: Path, name: str) -> Path:
     return place / f"{name}-made" / MADE[name]
 
 
-@pytest.mark.promise("To calibrate and to compare outputs, rows need no labels.")
 @pytest.mark.parametrize(
     ("name", "sites"), [("vit", {"linear": [7, 7], "matmul": [2, 2]}), ("resnet", {"conv": [6, 6]})]
 )

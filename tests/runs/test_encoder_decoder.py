@@ -210,7 +210,6 @@ def _halved(made: dict[str, Any]) -> dict[str, Any]:
     return {name: value if name == "logits" else value / 2 for name, value in made.items()}
 
 
-@pytest.mark.promise("It is an error if a part, or the logits token by token, are further from PyTorch's")
 # Of an engine alone: test_convert.py.
 @pytest.mark.nightly
 @pytest.mark.parametrize("spoilt", [WITH_PAST, "generated"])
@@ -251,7 +250,6 @@ def test_speech_is_converted_in_float_and_written_as_by_transformers(tmp_path: P
     assert loaded.config["parts"][WITH_PAST]["inputs"][0]["shape"] == ["batch", 1]
 
 
-@pytest.mark.promise("With `--backend auto` the engines of the backend that writes it the fastest are kept")
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["openvino", "auto"])
 def test_beams_are_searched_with_engines(backend: str, tmp_path: Path) -> None:
@@ -288,7 +286,6 @@ def test_engines_that_do_not_run_here_are_told_as_such(place: Path, monkeypatch:
     assert record.engine.verified.startswith("not verified")
 
 
-@pytest.mark.promise("Engines of TensorRT-RTX are built without a GPU, and `on_gpu` has a folder for each part")
 @pytest.mark.nightly
 @pytest.mark.skipif(not AHEAD, reason="needs enginequant[tensorrt-rtx] on a machine without a GPU")
 def test_graphs_are_built_for_a_gpu_elsewhere(place: Path) -> None:
@@ -324,7 +321,6 @@ def test_loading_puts_back_what_a_kill_left_aside(made: Path) -> None:
     assert made.is_dir()
 
 
-@pytest.mark.promise("`quantizer run` makes the same of a configuration")
 def test_the_configuration_of_a_run_is_the_one_to_repeat_it(made: Path) -> None:
     again = load_run(made / "config.yaml")
     assert again.export.dynamic.batch == (1, 2, 4)
@@ -376,7 +372,6 @@ def test_sizes_that_nobody_said_fit_what_writes_token_by_token(place: Path) -> N
     assert (sized.export.dynamic.batch, sized.report.latency_batch) == ((1, 4, 16), 16)
 
 
-@pytest.mark.promise("`--new-tokens` says how many tokens are written at most, 128 by default, and batches are of 1, 4")
 def test_default_sizes_and_limits_of_what_is_written(place: Path, tmp_path: Path) -> None:
     (config,) = conversion_configs(
         {"model": str(place / "t5"), "output": tmp_path / "out", "backend": ("onnxruntime",)}

@@ -68,11 +68,6 @@ def done(*words: str) -> FallbackRecord:
     return fallback
 
 
-@pytest.mark.promise("the search goes on with a smaller one, for at most three engines")
-@pytest.mark.promise(
-    "where it loses more the search goes on with a smaller budget, for at most three engines "
-    "(`quantization.budget` and `quantization.outcome` in `config.json`)"
-)
 def test_the_search_goes_on_with_what_the_engine_loses_more(
     rows: list[Row], drops: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

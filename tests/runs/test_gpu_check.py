@@ -199,7 +199,6 @@ def wrong(gpu: Gpu, case: str, name: str, place: Any, value: float) -> None:
 # -- the engine runs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("it runs each case with its saved inputs, prints throughput and latency, and compares the outputs")
 def test_right_outputs_pass(gpu: Gpu) -> None:
     done = gpu.run()
     assert (done.returncode, done.stderr) == (0, "")
@@ -279,7 +278,6 @@ BUILT = {
 }
 
 
-@pytest.mark.promise("where it does not load there or is missing, the script builds one of `model.onnx`")
 @pytest.mark.parametrize("why", ["stale", "missing"])
 def test_an_engine_that_does_not_fit_is_built(gpu: Gpu, why: str) -> None:
     if why == "stale":
@@ -322,7 +320,6 @@ def test_an_engine_ahead_of_time_runs_on_its_gpu(rtx: Gpu) -> None:
     assert not (rtx.results / "triton").exists()
 
 
-@pytest.mark.promise("Where the engine is for another compute capability")
 def test_an_engine_for_another_gpu_is_built(rtx: Gpu) -> None:
     rtx.is_of("12.0")
     done = rtx.run()

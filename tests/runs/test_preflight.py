@@ -65,7 +65,6 @@ def test_a_run_that_can_start(values: dict[str, Any], tmp_path: Path) -> None:
     assert {*tmp_path.rglob("*")} - {*before} == {tmp_path / "run.yaml"}
 
 
-@pytest.mark.promise("`validate` lists at once all that would keep the run from its end")
 def test_everything_that_is_wrong_is_told_at_once(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +218,6 @@ def test_validate_tells_all_of_it(values: dict[str, Any], tmp_path: Path, capsys
     assert main(["validate", "--file-only", path]) == 0
 
 
-@pytest.mark.promise("`validate` tells mistakes of the file together with what it lacks here")
 def test_a_mistake_in_the_file_hides_no_other(
     values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,7 +238,6 @@ def test_a_mistake_in_the_file_hides_no_other(
     assert capsys.readouterr().err.startswith("error: 2 problems in the configuration:\n")
 
 
-@pytest.mark.promise("`quantizer run` and `quantizer convert` begin with the same")
 def test_a_run_begins_with_it(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _config(values, tmp_path)
     (tmp_path / "calibration.csv").unlink()
@@ -261,7 +258,6 @@ def test_a_conversion_begins_with_its_own(tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "done").exists()
 
 
-@pytest.mark.promise("refuses to start as one of several processes of `torchrun`")
 def test_a_conversion_refuses_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

@@ -256,7 +256,6 @@ def test_saved_results_are_compared(made: Any, tmp_path: Path) -> None:
     assert "other samples" not in page
 
 
-@pytest.mark.promise("Your model is never changed: same classes, same state dict, same outputs.")
 def test_the_model_is_not_changed_and_its_mode_is_none_of_the_result() -> None:
     model = _net().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -378,8 +377,6 @@ class Halves(nn.Module):
         return out
 
 
-@pytest.mark.promise("`quantize_model` warns about it before calibration, and the summary says so.")
-@pytest.mark.promise("Its engine then takes this size alone, and a warning says so before the calibration")
 def test_a_model_that_fixes_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     data = [torch.randn(6, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     model = Halves().eval()

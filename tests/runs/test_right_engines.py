@@ -127,7 +127,6 @@ def test_a_score_that_needs_other_sizes_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-@pytest.mark.promise("compare the outputs of the engine at several sizes, and reject a wrong engine.")
 def test_an_engine_that_is_wrong_at_one_size_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str
 ) -> None:
@@ -182,7 +181,6 @@ def test_a_wrong_float_engine_is_not_delivered(monkeypatch: pytest.MonkeyPatch, 
         quantizer.load(folder, float_engine=True)
 
 
-@pytest.mark.promise("An engine that fails is not written; the report says why.")
 def test_a_run_keeps_what_tells_the_cause_of_a_refused_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,8 +92,6 @@ def at(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- a finished run ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("A run's folder is complete or absent.")
-@pytest.mark.promise("`config.yaml` with every default filled in.")
 def test_the_folder_is_complete(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """What its files hold, and what is printed: tests/goldens."""
     assert {path.name for path in place.done.iterdir()} == COMPLETE
@@ -120,7 +118,6 @@ def test_what_the_report_says_is_so(place: Place) -> None:
     assert noisiest[0] == min(o.sqnr_db for o in operands.values() if o.quantized and o.sqnr_db is not None)
 
 
-@pytest.mark.promise("Beside an engine lies a model card in Hugging Face's format")
 def test_the_code_of_the_card_runs(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,7 +129,6 @@ def test_the_code_of_the_card_runs(
     assert "logits" in capsys.readouterr().out
 
 
-@pytest.mark.promise("`report.html` (one file, opens offline)")
 def test_the_page_opens_offline(place: Place) -> None:
     page = (place.done / "report.html").read_text()
     assert page.lower().startswith("<!doctype html>")
@@ -276,9 +272,6 @@ def test_a_bf16_rest_is_built_scored_and_seen(at: Path, capsys: pytest.CaptureFi
     assert "BF16" in capsys.readouterr().out.rpartition("model.engine")[2]
 
 
-@pytest.mark.promise(
-    "A run whose engine does less than half of the asked work in low precision says so in its verdict."
-)
 def test_an_engine_that_lacks_the_precision_gets_a_verdict(
     at: Path, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,7 +313,6 @@ def _fail(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> N
         monkeypatch.setattr(stages, kind, tuple(found))
 
 
-@pytest.mark.promise("A run's folder is complete or absent.")
 @pytest.mark.parametrize(
     "stage", [pytest.param(name, marks=[] if name in _DAILY else pytest.mark.nightly) for name in (*STAGES, "report")]
 )
@@ -333,7 +325,6 @@ def test_an_interruption_leaves_nothing(
     assert _left(at) == ["tiny.yaml"]
 
 
-@pytest.mark.promise("A run's folder is complete or absent.")
 @pytest.mark.parametrize(
     "error", [EngineError("no"), ZeroDivisionError("ours"), OSError(28, "No space left on device")]
 )

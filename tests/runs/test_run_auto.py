@@ -69,10 +69,6 @@ def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(run_variants, "cpu_variants", variants)
 
 
-@pytest.mark.promise("the run goes on with the fastest; its first line and the report say which that is")
-@pytest.mark.promise("the fastest correct engine is selected.")
-@pytest.mark.promise("does all of it in one call, for all engines of this CPU, and keeps the fastest.")
-@pytest.mark.promise("times all of them interleaved, and writes the fastest to `converted/my-model`")
 def test_the_run_goes_on_with_the_fastest(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,8 +98,6 @@ def test_the_run_goes_on_with_the_fastest(
     assert record.choice.headline.split(";")[0][1:] in (at / "done" / "report.html").read_text()
 
 
-@pytest.mark.promise("the run says so and goes on with its backend, so that `float.engine` is the fastest of all")
-@pytest.mark.promise("Where float won, the last line of a run names `float.engine` as what to deploy")
 def test_float_wins_and_is_named_in_the_end(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,8 +138,6 @@ def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert not (at / "done").exists()
 
 
-@pytest.mark.promise("After Ctrl-C the same command goes on with the engines that are built and scored")
-@pytest.mark.promise("the same command goes on with the engines that are built, which are kept in `OUT.engines`")
 def test_a_stopped_choice_goes_on(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +177,6 @@ def test_in_a_notebook_it_is_an_engine_for_this_cpu() -> None:
 
 
 @pytest.mark.parametrize("written", [{"backend": [ONNXRUNTIME]}, {"backend": "auto", "candidates": [ONNXRUNTIME]}])
-@pytest.mark.promise("A list such as `backend: [openvino, torch]` narrows the choice")
 def test_a_list_narrows_the_choice(written: dict[str, Any], at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = yaml.safe_load(Path("tiny.yaml").read_text())
     settings["quantizer"].update(written)
@@ -238,7 +229,6 @@ def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.
     assert tried == [False]
 
 
-@pytest.mark.promise("ONNX Runtime or torch gets no plan of its own where its engine takes 1.2 times as long")
 @pytest.mark.parametrize(("taken", "plans"), some_daily([(1.21, False), (1.19, True)], 1))
 def test_a_backend_that_is_far_slower_gets_no_plan(
     taken: float, plans: bool, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -287,7 +277,6 @@ def test_a_rough_plan_that_fails_says_nothing(at: Path, monkeypatch: pytest.Monk
     assert built.count(f"{ONNXRUNTIME}-rough.engine") == 1
 
 
-@pytest.mark.promise("a backend's ranges at run time are tried with `--max-drop` alone, or where its INT8 fails")
 @pytest.mark.parametrize("fails", [False, True])
 def test_ranges_at_run_time_that_no_budget_asks_for(
     fails: bool, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -371,11 +360,6 @@ def _convert(at: Path, *backends: str) -> None:
     assert main(["convert", "-m", "model", *data, *sizes, "-o", "out", "--backend", "auto", *backends]) == 0
 
 
-@pytest.mark.promise(
-    "Where nothing in INT8 is faster than float, the first line says so and what bounds it, and the engine in float is "
-    "delivered."
-)
-@pytest.mark.promise("`load_converted` warns on another kind of CPU.")
 def test_a_conversion_delivers_float_where_it_is_faster(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = pick.tried_build
 
@@ -408,7 +392,6 @@ def test_a_conversion_delivers_float_where_it_is_faster(at: Path, monkeypatch: p
         load.load_converted(folder)
 
 
-@pytest.mark.promise("torch is built on its eager road, in seconds")
 @pytest.mark.nightly
 def test_torch_competes_on_its_eager_road(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roads: dict[str, bool | None] = {}

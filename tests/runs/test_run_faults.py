@@ -266,8 +266,6 @@ def _never(what: str, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -
     monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail(f"it was {what}"))
 
 
-@pytest.mark.promise("Without data it stops and says so; without `--quantization` it converts the float model.")
-@pytest.mark.promise("`qat`, `fallback.min_speedup` and `engine.strip_weights` are refused")
 @pytest.mark.parametrize("command", EARLY)
 def test_before_the_model_is_loaded(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -276,7 +274,6 @@ def test_before_the_model_is_loaded(
     assert EARLY[command] in _told(command, capsys)
 
 
-@pytest.mark.promise("A function that fails ends the command before the calibration, with a message that names it")
 @pytest.mark.parametrize("command", LATE)
 def test_before_the_calibration(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

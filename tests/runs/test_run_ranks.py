@@ -100,7 +100,6 @@ def _same_files(one: Path, other: Path) -> None:
     assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
 
 
-@pytest.mark.promise("the plan and the scores are those of one process, bit for bit")
 def test_two_processes_give_the_run_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _write(_files(tmp_path), _with_port(tmp_path))
     run_ranks(_run, tmp_path)
@@ -233,7 +232,6 @@ sys.exit(main(["run", {str(folder / "run.yaml")!r}, "--output", {str(folder / "o
 
 # Without torchrun and a whole run: tests/calibration/test_split_batches.py and test_ranks_alike.py.
 @pytest.mark.nightly
-@pytest.mark.promise("A process that ends, by an error or a kill, ends the run: the others say which one it was")
 def test_a_process_that_is_killed_ends_the_run(tmp_path: Path) -> None:
     _write(_files(tmp_path), tmp_path)
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(_dies(tmp_path))]

@@ -146,9 +146,6 @@ def _plain(text: str) -> str:
 # -- a search ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(
-    "`fallback: {max_drop: 0.002}` searches for as little as keeps the task's own score that close to the float model's"
-)
 def test_a_search_meets_its_budget(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
     """What is printed and recorded of it: tests/goldens."""
     record = _run()
@@ -176,7 +173,6 @@ def _no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Quantizer, "quantize", enough)
 
 
-@pytest.mark.promise("the same command goes on after Ctrl-C or a kill.")
 @pytest.mark.parametrize("all_places", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["some", "all"])
 def test_an_interrupted_search_goes_on(
     all_places: bool, search: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -289,7 +285,6 @@ def test_too_few_evaluations(search: Search, capsys: pytest.CaptureFixture[str])
 
 # As a user would do it; what is interrupted above is the same search, in the process of the tests.
 @pytest.mark.nightly
-@pytest.mark.promise("the same command goes on after Ctrl-C or a kill.")
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_a_search_that_is_killed_goes_on(
     files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -80,7 +80,6 @@ def saved(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.promise('Load a saved result with `quantizer.load("my-net-int8")`, without the model.')
 def test_a_saved_engine_is_called_as_the_model(made: Any, saved: Path) -> None:
     batch = _batches()[1]
     engine, plain = quantizer.load(saved), quantizer.load(saved, float_engine=True, threads=1)

@@ -78,7 +78,6 @@ def parameters(text: str) -> dict[str, str]:
     return {one["key"][0]: one["value"][0]["string_value"][0] for one in read_pbtxt(text).get("parameters", [])}
 
 
-@pytest.mark.promise("`max_batch_size` is 0 and the batch is the first of `dims`")
 @pytest.mark.parametrize("precision", [None, "float32", "bfloat16"])
 def test_a_configuration_for_openvino(tmp_path: Path, precision: str | None) -> None:
     text = config_text(served(tmp_path, "openvino", signature=TEXTS, precision=precision))
@@ -152,7 +151,6 @@ def test_convolutions_keep_their_layout_and_transformers_their_fusions(tmp_path:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("The files in it are further names of files that are there")
 @pytest.mark.parametrize(("backend", "source"), [("onnxruntime", "model.engine"), ("openvino-avx2", "model.onnx")])
 def test_the_file_of_a_model_is_a_link(tmp_path: Path, backend: str, source: str) -> None:
     files = write_serving_files(tmp_path, served(tmp_path, backend), None)
@@ -187,7 +185,6 @@ def test_weights_in_another_file_come_along(tmp_path: Path) -> None:
     np.testing.assert_array_equal(session.run(None, {"x": np.ones((1, 4), np.float32)})[0], [[1, 2, 3, 4]])
 
 
-@pytest.mark.promise("a plan of TensorRT is a copy, without the line with its checksum")
 def test_a_plan_is_what_the_library_built(tmp_path: Path) -> None:
     made = served(tmp_path, "tensorrt")
     write_serving_files(tmp_path, made, None)

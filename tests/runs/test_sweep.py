@@ -93,9 +93,6 @@ GOOD = tuple(f"{name},names=classifier" for name in (FIRST, SECOND))
 BAD = tuple(f"{name},names=nothing.like.it" for name in (FIRST, SECOND))
 
 
-@pytest.mark.promise(
-    "The model is loaded, scored in float, exported and built in float and calibrated once for all runs that share it"
-)
 def test_what_runs_share_is_made_once(done: Path) -> None:
     stages = [[stage.name for stage in read_record(done / name / "report.json").stages] for name in GOOD]
     assert [names.count("score the float") for names in stages] == [1, 0]
@@ -105,7 +102,6 @@ def test_what_runs_share_is_made_once(done: Path) -> None:
     assert {path.name for path in done.iterdir()} == {*GOOD, "comparison.html", "comparison.csv", "times"}
 
 
-@pytest.mark.promise("A run that fails leaves the others: it is a row with its error, and the exit code is 1")
 def test_failures_are_rows(done: Path) -> None:
     page = (done / "comparison.html").read_text()
     with (done / "comparison.csv").open() as stream:
@@ -131,7 +127,6 @@ def test_a_run_of_a_sweep_equals_the_run_alone(done: Path, at: Path) -> None:
     assert (at / "alone" / "resamples.json").read_text() == (done / GOOD[1] / "resamples.json").read_text()
 
 
-@pytest.mark.promise("complete runs stay as they are, and the page has all of them")
 def test_killed_and_started_again(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,7 +189,6 @@ def test_other_files_of_the_folder_are_left_alone(at: Path, capsys: pytest.Captu
     assert "report.formats: json is missing" in capsys.readouterr().err
 
 
-@pytest.mark.promise("More than 50 runs are asked about first")
 def test_thousands_of_runs(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     many = f"engine.threads={','.join(map(str, range(1, 2001)))}"
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
@@ -237,7 +231,6 @@ def test_in_several_processes(at: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "1 run failed" in (at / "swept" / "comparison.html").read_text()
 
 
-@pytest.mark.promise("`--launcher submitit --jobs 6` hands the runs to Slurm in six jobs")
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*logs/DEBUG_:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("cluster", ["debug", pytest.param("local", marks=pytest.mark.nightly)])
 def test_in_jobs_of_a_launcher(
@@ -287,8 +280,6 @@ def test_a_launcher_that_is_not_installed(
     assert not (at / "swept").exists()
 
 
-@pytest.mark.promise("runs of one plan have one ranking of its groups")
-@pytest.mark.promise("Causes and fixes are looked for only in runs that are not usable")
 @pytest.mark.nightly
 def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict(levels[record.name], ()))
@@ -307,8 +298,6 @@ def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(record.fallback.groups) for record in records.values()] == [1, 2]  # type: ignore[union-attr]
 
 
-@pytest.mark.promise("A kill while causes are looked for costs the causes alone")
-@pytest.mark.promise("is an error of the run, beside its figures")
 @pytest.mark.nightly
 def test_killed_while_causes_are_looked_for(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -360,7 +349,6 @@ def test_killed_while_causes_are_looked_for(
     assert read_record(at / "alone" / "report.json").diagnoses == after.diagnoses
 
 
-@pytest.mark.promise("Where their search fails, the run keeps its figures, a warning tells the error")
 @pytest.mark.nightly
 def test_a_search_for_causes_that_fails(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict("check", ()))
@@ -388,7 +376,6 @@ def test_a_search_for_causes_that_fails(at: Path, monkeypatch: pytest.MonkeyPatc
     assert len(tried) == 2
 
 
-@pytest.mark.promise("The head of a task is fitted once, and the float model exported once, with `auto` too")
 @pytest.mark.nightly
 def test_head_and_float_export_are_made_once(place: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = yaml.safe_load((at / "tiny.yaml").read_text())
@@ -434,7 +421,6 @@ def test_the_time_that_is_left(at: Path) -> None:
     assert time_left(6, 6, 60) == ""
 
 
-@pytest.mark.promise("What a run lacks is told before the first one starts")
 def test_what_a_later_run_lacks_is_told_first(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = yaml.safe_load((at / "tiny.yaml").read_text())["data"]["evaluation"]["path"]
     paths = f"data.evaluation.path=missing.csv,{there}"
@@ -447,7 +433,6 @@ def test_what_a_later_run_lacks_is_told_first(at: Path, capsys: pytest.CaptureFi
     assert not (at / "other").exists()
 
 
-@pytest.mark.promise("`quantizer validate` takes a file with a sweep, too")
 def test_a_sweep_is_validated(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (at / "tiny.yaml").read_text()
     (at / "swept.yaml").write_text(text + yaml.safe_dump({"sweep": {"quantizer.activations.percentile": [99.9, 60]}}))

@@ -101,7 +101,6 @@ class Bench:
         return self.training(folder, **settings).run(self.model, self.proxy)
 
 
-@pytest.mark.promise("The last state whose score on `data.tuning` is near the best is kept")
 def test_it_comes_nearer_to_the_float_model_and_keeps_the_best(files: dict[str, Any], tmp_path: Path) -> None:
     bench = Bench(files)
     before = {name: value.clone() for name, value in bench.model.state_dict().items()}
@@ -118,7 +117,6 @@ def test_it_comes_nearer_to_the_float_model_and_keeps_the_best(files: dict[str, 
     assert all(torch.equal(before[name], value) for name, value in bench.model.state_dict().items())
 
 
-@pytest.mark.promise("on what the float model says of them: labels are not read.")
 def test_labels_of_the_training_rows_are_not_read(files: dict[str, Any], tmp_path: Path) -> None:
     bench, other = Bench(files), Bench(files)
     other.rows = [replace(row, label=1 - row.label) for row in other.rows]
@@ -240,7 +238,6 @@ def test_a_rate_that_destroys_the_model(files: dict[str, Any], tmp_path: Path, c
     assert bench.divergence(bench.proxy) == course.scores[0][1]
 
 
-@pytest.mark.promise("The last state whose score on `data.tuning` is near the best is kept")
 def test_a_later_score_that_is_hardly_worse_is_preferred(files: dict[str, Any], tmp_path: Path) -> None:
     bench = Bench(files)
     scores = iter([0.0, 9.0, 1.0, 1.4, 1.6, 0.9, 1.45])
@@ -285,10 +282,6 @@ def _stopped_at_a_score(words: list[str], last: Path, capsys: pytest.CaptureFixt
         return main(words), capsys.readouterr().err
 
 
-@pytest.mark.promise(
-    "checkpoints lie beside the run's folder until it is complete, and the report has float, PTQ and QAT side "
-    "by side with the curves."
-)
 @pytest.mark.parametrize("how", ["at a score", pytest.param("by a signal", marks=pytest.mark.nightly)])
 def test_a_run_that_is_stopped_says_where_its_checkpoints_are(
     how: str, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

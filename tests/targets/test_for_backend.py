@@ -59,10 +59,6 @@ def assert_same_plan(first: Plan, second: Plan) -> None:
                 assert same, f"{path}.{a.name}.{field}: {x} against {y}"
 
 
-@pytest.mark.promise(
-    'One calibration serves every backend: `q.for_backend("tensorrt-rtx")` is a quantizer that decides for '
-    "TensorRT-RTX from what `q` saw, and needs no data."
-)
 @pytest.mark.parametrize("backend", profiles.names())
 @pytest.mark.parametrize("first", some_daily(["tensorrt", "onnxruntime"], 1))
 def test_it_decides_as_one_of_its_own(model: nn.Module, first: str, backend: str) -> None:

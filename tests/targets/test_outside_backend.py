@@ -40,7 +40,6 @@ def run(folder: Path, text: str) -> str:
     return run_outside(folder, PRELUDE + text)
 
 
-@pytest.mark.promise("Memory is measured in a separate process")
 def test_by_class(folder: Path) -> None:
     run(
         folder,
@@ -94,7 +93,6 @@ with pytest.raises(EngineError, match="reference computes in the types of the ON
     )
 
 
-@pytest.mark.promise("An error in code of a backend, or a return value of another type, names the backend.")
 def test_its_errors_name_it(folder: Path) -> None:
     run(
         folder,

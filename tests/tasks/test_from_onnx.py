@@ -154,7 +154,6 @@ def test_a_convnet_keeps_open_sizes(tmp_path: Path) -> None:
         assert _distance(model, path, {"x": _random(rows, 3, height, width)}) < 1e-5
 
 
-@pytest.mark.promise("Axes that are open in the file stay open")
 def test_sizes_that_the_graph_computes_follow_the_input(tmp_path: Path) -> None:
     path = _file(tmp_path, ATTENTION, ATTENTION_WEIGHTS)
     model = quantizer.from_onnx(path)
@@ -255,7 +254,6 @@ g (float[N, T] x, int64 rate) => (float[N, T] y) {
 BRANCH_CONSTANTS = {"sixteen": np.array(16), "two": np.array(2, np.float32)}
 
 
-@pytest.mark.promise("what decides which branch of an `If` runs is given in `fixed`")
 def test_a_branch_is_decided_by_what_is_fixed(tmp_path: Path) -> None:
     path = _file(tmp_path, BRANCH, BRANCH_CONSTANTS)
     x = torch.randn(2, 3)
@@ -321,7 +319,6 @@ def test_weights_beside_the_file(tmp_path: Path) -> None:
         quantizer.from_onnx(path)
 
 
-@pytest.mark.promise("is refused, and the message names the operator and the node")
 def test_an_operator_without_a_counterpart_is_named(tmp_path: Path) -> None:
     path = _file(tmp_path, "g (float[N, 4] x) => (float[N, 4] y) { [odd] y = Hardmax (x) }")
     with pytest.raises(TaskError, match="node 'odd': the operator Hardmax has no counterpart in torch here"):

@@ -72,7 +72,6 @@ def _scales(plan: Plan) -> list[tuple[str, str, list[float]]]:
     )
 
 
-@pytest.mark.promise("the plan is the one that the model's own source gives")
 def test_the_plan_is_that_of_the_source(net: Net, file: Path, batches: list[dict[str, Tensor]]) -> None:
     plans = []
     for model in (net, quantizer.from_onnx(file)):
@@ -99,7 +98,6 @@ def test_a_file_is_quantized_as_a_module(file: Path, net: Net, batches: list[dic
     assert 10 * torch.log10(signal / noise) > 20
 
 
-@pytest.mark.promise("`quantizer convert` takes an `.onnx` file with a file of arrays")
 def test_the_command(file: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(32, 3, 18, 18)).astype(np.float32))
     line = ["convert", "-m", str(file), "--quantization", "--calibration", str(tmp_path / "data.npz")]

@@ -101,16 +101,12 @@ def test_the_score_is_that_of_a_text_that_is_read_at_once(folder: Path, step: De
     assert task.score(task.predict(forgetful, PLAIN), PLAIN) != pytest.approx(right, rel=1e-5)
 
 
-@pytest.mark.promise(
-    "Models that keep something else than keys and values of all tokens, such as a sliding window, are"
-)
 def test_a_cache_that_forgets_is_refused(tokenizer: Any) -> None:
     config = MistralConfig(vocab_size=len(tokenizer), num_key_value_heads=2, sliding_window=4, **SIZES)
     with pytest.raises(TaskError, match="MistralForCausalLM keeps DynamicSlidingWindowLayer of former tokens"):
         DecodeStep(MistralForCausalLM(config).eval())
 
 
-@pytest.mark.promise("Calibration reads whole texts, which gives the same ranges")
 @pytest.mark.filterwarnings("ignore:attention_mask .* is not certainly 1 for tokens")
 def test_ranges_do_not_depend_on_how_a_text_was_split(step: DecodeStep, task: Task) -> None:
     whole = task.batches(PLAIN[:1])[0]

@@ -55,7 +55,6 @@ def _runs(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MADE)
-@pytest.mark.promise("With quantizers off the parts compute bit for bit what the model computes")
 def test_parts_write_what_the_model_writes(name: str, built: dict[str, tuple[Any, Task]], reads: Any) -> None:
     model, batch = built[name][0], reads[name]
     off = Quantizer().proxy(model)
@@ -108,7 +107,6 @@ def test_parts_have_the_names_that_usual_runtimes_take(built: dict[str, tuple[An
     }
 
 
-@pytest.mark.promise("A decoder reads the tokens of a row at once, which gives the same ranges")
 @pytest.mark.filterwarnings("ignore:attention_mask .* is not certainly 1 for tokens")
 @pytest.mark.nightly
 def test_ranges_are_those_of_decoding_token_by_token(built: dict[str, tuple[Any, Task]], reads: Any) -> None:

@@ -231,11 +231,6 @@ def test_what_fills_a_recording_is_not_heard(built: dict[str, Task], tmp_path: P
     assert task._tokenizer.decode(found.decisions[0].tolist()) == "abcabca"  # type: ignore[attr-defined]
 
 
-@pytest.mark.promise("letters that the tokenizer never writes are refused.")
-@pytest.mark.promise(
-    "What is longer is cut, except where words are scored: there it is refused before the calibration, since its last "
-    "words would be missed."
-)
 def test_transcripts_that_do_not_fit(built: dict[str, Task], speech: list[Speech], tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"its words have the letter 'A', which the model never writes; .* abcdefgh"):
         built["ctc"].targets([Speech(speech[0].path, "A BAD CAB")])
@@ -249,10 +244,6 @@ def test_what_gives_no_steps(built: dict[str, Task], speech: list[Speech]) -> No
         built["ctc"].predict(lambda batch: {"logits": torch.zeros(2, 3)}, speech)
 
 
-@pytest.mark.promise(
-    "Feature extractors of other kinds than those of Wav2Vec2 (Hubert, WavLM, UniSpeech, SEW, Data2Vec have it too), "
-    "AST and Whisper are refused by name, and so are files that are no WAV."
-)
 def test_extractors_and_lengths_that_do_not_fit(models: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="SeamlessM4TFeatureExtractor is not known to make recordings of one length"):
         Recordings(transformers.SeamlessM4TFeatureExtractor(), 1)

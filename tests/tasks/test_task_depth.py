@@ -57,7 +57,6 @@ def _ramp(right: bool) -> torch.Tensor:
     return ramp if right else ramp.flip(1)
 
 
-@pytest.mark.promise("So the score is of their order")
 def test_the_order_is_scored_in_any_unit_and_in_its_inverse(task: Task, data: Path) -> None:
     rows = load_rows("image-depths", path=data)
     assert set(rows) == {Depths(data / f"images/{n}.png", data / f"depths/{n}.png") for n in (0, 1)}

@@ -39,7 +39,6 @@ def with_code(made: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.promise("code of the checkpoint is never run")
 def test_code_of_a_checkpoint_never_runs_and_nobody_is_asked(
     with_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

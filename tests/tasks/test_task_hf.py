@@ -99,7 +99,6 @@ def test_splits_of_a_saved_folder(tmp_path: Path) -> None:
         load_rows("hf", path=_saved(tmp_path, TEXTS), split="dev")
 
 
-@pytest.mark.promise("Images and recordings that a file holds itself are kept below `~/.cache/quantizer/files`.")
 def test_a_folder_of_images_and_a_table_that_holds_them(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         (tmp_path / "photos" / name).mkdir(parents=True)

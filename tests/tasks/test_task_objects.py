@@ -126,7 +126,6 @@ def _runs(rows: list[Boxes], found: list[Found]) -> Callable[[dict[str, torch.Te
     return run
 
 
-@pytest.mark.promise("the image processor makes objects of them, in float, and pycocotools says which are right.")
 def test_objects_of_a_model_are_scored_with_intervals(task: Task, rows: list[Boxes]) -> None:
     found = _found(rows, seed=1)
     predictions = task.predict(_runs(rows, found), rows)

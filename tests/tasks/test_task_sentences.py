@@ -149,7 +149,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.promise("A folder with other modules, such as `Dense`, is refused")
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_not_built_in_is_refused(encoder: Any, tokenizer: Any, tmp_path: Path, case: str) -> None:
     options, expected = BAD[case]

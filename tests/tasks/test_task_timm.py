@@ -19,7 +19,6 @@ from quantizer.tasks import checkpoints as timm_models
 TASK = "image-classification"
 
 
-@pytest.mark.promise("Without timm such a folder is refused with the line that installs it.")
 def test_without_timm_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet18", "pretrained_cfg": {}}))
     monkeypatch.setattr(timm_models, "find_spec", lambda name: None)

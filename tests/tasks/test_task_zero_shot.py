@@ -57,7 +57,6 @@ def clip(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
 SIMILARITY = "sentence-similarity"
 
 
-@pytest.mark.promise("The text tower of such a model is converted by `--task sentence-similarity`")
 def test_the_text_tower_gives_the_embeddings_of_texts(clip: str, tokenizer: Any) -> None:
     model = load_model(clip, SIMILARITY)
     task = build_task(SIMILARITY, model, load_processor(clip, SIMILARITY), max_length=16)
@@ -75,7 +74,6 @@ def test_the_text_tower_gives_the_embeddings_of_texts(clip: str, tokenizer: Any)
     assert (told.positions, told.vocabulary, told.task) == (77, len(tokenizer), NAME)
 
 
-@pytest.mark.promise("SigLIP's is refused, since it counts padding")
 def test_text_towers_that_count_padding_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(TaskError, match="SiglipModel reads image, and task 'sentence-similarity' is for text"):
         load_model(_siglip(tmp_path, tokenizer), SIMILARITY)

@@ -67,7 +67,6 @@ def test_a_quiet_console_shows_nothing() -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.promise("a log has plain lines, and at most one in 20 seconds while a stage is silent")
 def test_a_silent_stage_gives_a_sign_of_life() -> None:
     console, stream = _console()
     heartbeat = Heartbeat(console, lambda: "[1/2] export: 20 s", seconds=0.05)

@@ -1,8 +1,4 @@
-"""The README, and the pages for users behind it, promise nothing that no test holds.
-
-A test that holds a sentence carries it: ``@pytest.mark.promise("A run's folder is complete or absent.")``. Most of them
-stand where the thing is tested; here are those that stood nowhere.
-"""
+"""What every stage leaves as it was: the model, its frozen copies, padding, and the names of the former toolkit."""
 
 from __future__ import annotations
 
@@ -11,42 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ConvNet, Mlp, Snapshot
-from readme_promises import README, marked_promises, plain, promising_sentences
 from torch import Tensor, nn
 
 from quantizer import Quantizer
-
-NO_PROMISES = {
-    "reuses the ranges chosen for the saved backend, and warns": "a limitation",
-    "`never ran in calibration`": "a reason that is quoted",
-    "`the engine is refused`": "a message that is quoted; what is compared is promised elsewhere",
-    "With `backend: torch`, transposed convolutions and `Conv3d` are not quantized.": "a limitation",
-    "An OpenVINO engine keeps memory for the inputs and outputs": "a limitation",
-    "a file that was made for it may crash them, or worse.": "of libraries of others",
-    "without it transformers warns of an unknown quantization type": "what transformers does without us",
-}
-"""What has one of the promising words and promises nothing, with the reason; as much of it as tells it apart."""
-
-MARKED = marked_promises()
-
-
-@pytest.mark.parametrize("quotation", MARKED)
-def test_a_marked_sentence_is_in_the_readme(quotation: str) -> None:
-    assert quotation in plain(README), f"the README has changed: see {', '.join(MARKED[quotation])}"
-
-
-@pytest.mark.parametrize("sentence", promising_sentences())
-def test_a_promising_sentence_has_a_test(sentence: str) -> None:
-    held = [quotation for quotation in MARKED if quotation in sentence or sentence in quotation]
-    assert held or any(part in sentence for part in NO_PROMISES), (
-        "mark the test that holds this sentence with @pytest.mark.promise, or say in NO_PROMISES why it is none"
-    )
-
-
-@pytest.mark.parametrize("part", NO_PROMISES)
-def test_what_is_no_promise_is_still_there(part: str) -> None:
-    assert any(part in sentence for sentence in promising_sentences())
-    assert not any(part in quotation for quotation in MARKED)
 
 
 def _error(calibrator: str, model: nn.Module, batches: list[Tensor]) -> float:
@@ -59,10 +22,6 @@ def _error(calibrator: str, model: nn.Module, batches: list[Tensor]) -> float:
     return sum(float(((found - right).square().sum(-1) / right.square().sum(-1)).sum()) for found, right in pairs)
 
 
-@pytest.mark.promise(
-    "`auto`, which tries them all on each operand and keeps the range with which its site's output comes out best, "
-    "relative to each row, on a few batches that are kept."
-)
 @pytest.mark.parametrize("outlier", [0.0, 6.0, 40.0, 4000.0])
 def test_auto_is_as_good_as_the_best_of_all(outlier: float) -> None:
     model = nn.Linear(32, 16).eval()
@@ -86,7 +45,6 @@ class _Pooled(nn.Module):
         return (self.layer(hidden) * weights).sum(1) / weights.sum(1)
 
 
-@pytest.mark.promise("Padding is excluded from ranges only if an integer `attention_mask` is passed by keyword")
 def test_padding_is_left_out_where_the_mask_is_named() -> None:
     model, hidden = _Pooled().eval(), torch.randn(4, 6, 16)
     mask = torch.ones(4, 6, dtype=torch.long)
@@ -124,7 +82,6 @@ class _Counting(Mlp):
         return super().forward(x)
 
 
-@pytest.mark.promise("Your model is never changed: same classes, same state dict, same outputs.")
 @pytest.mark.parametrize("kind", [Mlp, _Counting, ConvNet])
 def test_a_model_is_what_it_was_after_every_stage(kind: type[nn.Module], tmp_path: Path) -> None:
     model = kind().train()
@@ -145,7 +102,6 @@ def test_a_model_is_what_it_was_after_every_stage(kind: type[nn.Module], tmp_pat
     before.assert_unchanged(model)
 
 
-@pytest.mark.promise("frozen: ranges fixed, weights stored as INT8")
 @pytest.mark.parametrize("kind", [Mlp, ConvNet])
 def test_a_frozen_model_does_not_move_with_the_float_one(kind: type[nn.Module]) -> None:
     model = kind().eval()
