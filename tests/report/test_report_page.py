@@ -143,7 +143,7 @@ def test_what_a_run_did_not_do_is_left_out() -> None:
         "latency_fallback": None,
     }
     text = html_from_record(dataclasses.replace(whole, fallback=fallback, **less))
-    for words in ("Histograms", "evaluations", "Training", 'id="choice"', 'id="placement"', "Estimated divergence"):
+    for words in ("Histograms", "evaluations", "Training", 'id="choice"', 'id="latency"', "Estimated divergence"):
         assert words in html_from_record(whole)
         assert words not in text.partition("<pre>")[0]
     assert "1 group, by fallback(max_drop=0.005)" in text

@@ -54,7 +54,7 @@ def test_what_json_cannot_hold_survives(tmp_path: Path) -> None:
 
 
 def test_numpy_scalars_and_lists_are_taken() -> None:
-    numbers: dict[str, Any] = {"value": np.float32(0.5), "rows": np.int64(3), "interval": [0, 1]}
+    numbers: dict[str, Any] = {"value": np.float32(0.5), "samples": np.int64(3), "interval": [0, 1]}
     score = Score(which="float", metric="accuracy", **numbers)
     record = record_from_mapping(mapping_from_record(bare_record(scores=[score], config={"path": Path("a/b")})))
     assert record.scores == (Score(which="float", value=0.5, metric="accuracy", samples=3, interval=(0.0, 1.0)),)
