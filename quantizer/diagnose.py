@@ -193,7 +193,7 @@ class _Trial:
         """Return why outliers cannot move into the weights, from the plan and those that tried it."""
         if not findings:
             return ()
-        tried = [plan for setting, plan, _ in self._tried or () if "smooth" in setting["activations"]]
+        tried = [plan for setting, plan, _ in self._tried or () if "smoothquant_alpha" in setting["activations"]]
         texts = (
             operand.smoothing
             for plan in (self._plan, *tried)

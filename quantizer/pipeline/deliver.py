@@ -289,5 +289,5 @@ def quantization_facts(record: RunRecord) -> dict[str, Any]:
         "budget": [] if back is None else [asdict(check) for check in back.checks],
         "outcome": None if back is None or back.outcome is None else asdict(back.outcome),
         "calibration": calibration.get("path") or calibration.get("name"),
-        "rows": calibration.get("rows"),
+        "samples": calibration.get("samples"),
     }

@@ -85,10 +85,10 @@ def test_the_ranking_as_text() -> None:
             "2 groups by the relative error at the outputs of its sites, with one of them quantized",
             "                                                    relative",
             "                                                       error",
-            "                                                          at",
-            "                                                         its              multiply  put",
-            "rank  group                           kind             sites  quantizers      adds  back",
-            "─" * 88,
+            "                                                          at                        kept",
+            "                                                         its              multiply  in",
+            "rank  group                           kind             sites  quantizers      adds  float",
+            "─" * 89,
             "   1  layer.1.forward.add_0.lhs       residual_add     0.250           1         0  yes",
             "   2  layer.0.{a,b}.forward.linear_0  linear        1.25e-05           2    1.00 G",
         ]
@@ -157,13 +157,12 @@ def test_the_root_is_a_block() -> None:
 def test_a_search_as_a_table_and_a_picture(tmp_path: Path) -> None:
     view = Sensitivity(RANKING, SEARCH, "gradient")
     assert view.search.text().splitlines() == [
-        "2 evaluations; the float model scores 0.9000; a drop of 0.0100 is allowed;",
-        "with 1 group kept in float it scores 0.8950; asked 0.0100; drop in tuning 0.0050:",
-        "met",
+        "2 evaluations; the float model scores 0.9000; a drop of 0.0100 is allowed; with 1",
+        "group kept in float it scores 0.8950; asked 0.0100; drop in tuning 0.0050: met",
         "evaluation  groups kept in float  cost   score     drop  in budget  front",
-        "─" * 76,
-        "         1                0     0  0.5000    0.400  no         front",
-        "         2                1     1  0.8950  0.00500  yes        front  chosen",
+        "─" * 81,
+        "         1                     0     0  0.5000    0.400  no         front",
+        "         2                     1     1  0.8950  0.00500  yes        front  chosen",
     ]
     assert view.search._repr_html_().startswith("<svg")
     assert "<table>" in view.search._repr_html_()
