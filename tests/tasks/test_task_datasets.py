@@ -46,7 +46,7 @@ def test_rows_and_offset_cut_out_a_part(write):
     path = write("".join(f"1 text {index}\n" for index in range(5)))
     assert [row.text for row in load_rows("sst2-text", path=path, samples=2, offset=3)] == ["text 3", "text 4"]
     assert len(load_rows("sst2-text", path=path, offset=1)) == 4
-    with pytest.raises(TaskError, match=r"has 5 rows, fewer than offset=3 and rows=3 ask for \(6\)"):
+    with pytest.raises(TaskError, match=r"has 5 samples, fewer than offset=3 and samples=3 ask for \(6\)"):
         load_rows("sst2-text", path=path, samples=3, offset=3)
     with pytest.raises(TaskError, match="has 5 rows, so offset=5 leaves none"):
         load_rows("sst2-text", path=path, offset=5)
