@@ -159,7 +159,7 @@ def _left_out(coverage: Coverage) -> str:
     counts = [
         *([counted(never, "site") + " that never ran"] if never else []),
         *([counted(adds, "addition") + f" that join{'s' if adds == 1 else ''} no branches"] if adds else []),
-        *([counted(tables, "table") + (" that is not quantized" if tables == 1 else " that are not quantized")] if tables else []),
+        *([f"{counted(tables, 'table')} that {'is' if tables == 1 else 'are'} not quantized"] if tables else []),
     ]
     told = " and ".join(filter(None, [", ".join(counts[:-1]), *counts[-1:]]))
     return f"; print .all for {told}" if told and not coverage.shows_all else ""
