@@ -184,7 +184,7 @@ def test_rows_of_sorted_data_are_spread_over_it() -> None:
 
 
 def test_data_of_unknown_length_ends() -> None:
-    with pytest.warns(CalibrationWarning, match=f"goes on after {MOST_ROWS} rows, where it was stopped: rows=") as said:
+    with pytest.warns(CalibrationWarning, match=f"goes on after {MOST_ROWS} samples, where it was stopped: samples=") as said:
         read = _inputs(Mlp(), itertools.repeat(X[:64]))
     assert len(read) == MOST_ROWS
     assert len(said) == 1
@@ -196,7 +196,7 @@ def test_data_of_unknown_length_ends() -> None:
 
 @pytest.mark.parametrize("rows", [0, -1])
 def test_rows_has_to_be_a_number_of_rows(rows: int) -> None:
-    with pytest.raises(CalibrationError, match=f"rows: got {rows}; expected the number of samples to read, from 1"):
+    with pytest.raises(CalibrationError, match=f"samples: got {rows}; expected the number of samples to read, from 1"):
         Quantizer(preset="plain").calibrate(Mlp().eval(), X, samples=rows)
 
 
@@ -247,7 +247,7 @@ def test_causes_takes_the_same_data() -> None:
     data = DataLoader(TensorDataset(torch.rand(8, 3, 16, 16), CLASSES[:8]), batch_size=8)
     q.calibrate(model, data)
     assert len(q.diagnose(model, data, num=1)) <= 1
-    with pytest.raises(CalibrationError, match=r"causes\(\) measures on data"):
+    with pytest.raises(CalibrationError, match=r"diagnose\(\) measures on data"):
         q.diagnose(model, [])
 
 

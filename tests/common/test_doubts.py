@@ -80,9 +80,9 @@ def test_calibration_warns_once_of_each_at_the_users_line() -> None:
 
 def test_rows_are_counted_over_all_calls() -> None:
     q, model = _quantizer(), Mlp().eval()
-    with pytest.warns(CalibrationWarning, match="calibrated on 16 rows"):
+    with pytest.warns(CalibrationWarning, match="calibrated on 16 samples"):
         q.calibrate(model, [torch.randn(16, 32)])
-    assert repr(q) == "Quantizer(backend='openvino', calibrated on 16 rows, 3 sites)"
+    assert repr(q) == "Quantizer(backend='openvino', calibrated on 16 samples, 3 sites)"
     q.calibrate(model, [torch.randn(16, 32)], resume=True)
     assert repr(q) == "Quantizer(backend='openvino', calibrated on 32 rows, 3 sites)"
 

@@ -31,7 +31,7 @@ def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: p
             "text-csv", path=path, samples=count, offset=count
         )
     assert len(read) == 1
-    with pytest.raises(TaskError, match=r"data\.calibration: .* has 20 rows, fewer than"):
+    with pytest.raises(TaskError, match=r"data\.calibration: .* has 20 samples, fewer than"):
         run_ready._rows("calibration", DatasetConfig(name="text-csv", path=str(path), samples=99), looks)
 
 

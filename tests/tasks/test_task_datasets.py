@@ -48,9 +48,9 @@ def test_rows_and_offset_cut_out_a_part(write):
     assert len(load_rows("sst2-text", path=path, offset=1)) == 4
     with pytest.raises(TaskError, match=r"has 5 samples, fewer than offset=3 and samples=3 ask for \(6\)"):
         load_rows("sst2-text", path=path, samples=3, offset=3)
-    with pytest.raises(TaskError, match="has 5 rows, so offset=5 leaves none"):
+    with pytest.raises(TaskError, match="has 5 samples, so offset=5 leaves none"):
         load_rows("sst2-text", path=path, offset=5)
-    with pytest.raises(TaskError, match="rows=0 and offset=0, expected rows >= 1"):
+    with pytest.raises(TaskError, match="samples=0 and offset=0, expected samples >= 1"):
         load_rows("sst2-text", path=path, samples=0)
 
 
