@@ -482,7 +482,7 @@ class ModelSession:
         match deciding := self._deciding:
             case CalibrationSession() if deciding.has_begun:
                 batches, rows, sites = deciding.extent()
-                return f"calibrated on {f'{rows} rows' if rows else f'{batches} batches'}, {sites} sites"
+                return f"calibrated on {f'{rows} samples' if rows else f'{batches} batches'}, {sites} sites"
             case Held():
                 return f"{'scales loaded' if deciding.scales_replaced else 'calibrated'}, {len(deciding.plan)} sites"
             case Inherited():

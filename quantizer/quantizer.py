@@ -499,7 +499,7 @@ class Quantizer:
             model = module_of(model)
             given = list(batches_of(model, batches))
             if not given:
-                raise CalibrationError("diagnoses() measures on data: give a few calibration batches")
+                raise CalibrationError("diagnose() measures on data: give a few calibration batches")
             plan = self._session.fitted(model, self._session.effective_plan())
             amp = self._session.amp
             # A ranking of another plan, or of other weights, tells nothing of this one.

@@ -176,7 +176,7 @@ def test_outputs_are_compared_with_figures_masked(monkeypatch: pytest.MonkeyPatc
     shown = "float  0.98   1.2e-05\n──────\n[...]\nverdict usable\n[...]\n"
     monkeypatch.setitem(globals(), "_named", lambda kind, language: [("one", shown)])
     _check_printed("one", "float 1.0 3,000.5\n───\nnoise\nverdict usable\n")
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="printed"):
         _check_printed("one", "float 1.0 3.5\n──\nverdict do not use\n")
 
 

@@ -25,7 +25,7 @@ GOOD = """\
 model: {source: some/hub-name, task: sentence-similarity}
 data: {calibration: {name: a}, evaluation: {name: b}}
 """
-BAD = "modle: 3\ndata: {calibration: {name: a}, evaluation: {name: b, rows: x}}\nquantizer: {backend: tensort}\n"
+BAD = "modle: 3\ndata: {calibration: {name: a}, evaluation: {name: b, samples: x}}\nquantizer: {backend: tensort}\n"
 
 
 class Calls(list[tuple[Any, ...]]):

@@ -155,7 +155,7 @@ def test_what_the_model_takes_is_no_label(model: nn.Module, batch: Any) -> None:
         (Mlp(), (CLASSES, X), r"Mlp\.forward takes one input \(x\): which .*\[x for x, _ in loader\]"),
         (Mlp(), (X, CLASSES, CLASSES), r"which of them are its inputs cannot be told.*\[x for x, \*_ in loader\]"),
         (_Two(), (X, X, X), r"_Two\.forward takes 2 inputs.*\[\(ids, mask\) for ids, mask, _ in loader\]"),
-        (Mlp(), (X[0], 3), r"batch 0 .*\(float32\[32\], int 3\), which is one row and not a batch: .*DataLoader"),
+        (Mlp(), (X[0], 3), r"batch 0 .*\(float32\[32\], int 3\), which is one sample and not a batch: .*DataLoader"),
     ],
 )
 def test_what_cannot_be_told_is_an_error_with_its_cure(model: nn.Module, batch: Any, message: str) -> None:
@@ -184,7 +184,7 @@ def test_rows_of_sorted_data_are_spread_over_it() -> None:
 
 
 def test_data_of_unknown_length_ends() -> None:
-    with pytest.warns(CalibrationWarning, match=f"goes on after {MOST_ROWS} samples, where it was stopped: samples=") as said:
+    with pytest.warns(CalibrationWarning, match=f"after {MOST_ROWS} samples, where it was stopped: samples=") as said:
         read = _inputs(Mlp(), itertools.repeat(X[:64]))
     assert len(read) == MOST_ROWS
     assert len(said) == 1
@@ -220,7 +220,7 @@ class _Broken(Dataset[Tensor]):
         (DataLoader(_Broken(), batch_size=64), "failed after 1 batch, with OSError: row 64 is gone"),
         (DataLoader(TensorDataset(X), collate_fn=math.sqrt), "failed after 0 batches, with TypeError: must be real"),
         (np.array(["a", "b"]), r"batch 0 of the calibration data holds an array of <U1, which is no tensor"),
-        (torch.tensor(3.0), "is a single number: give an array or tensor of rows"),
+        (torch.tensor(3.0), "is a single number: give an array or tensor of samples"),
         (_Broken, "the calibration data is a type; give an iterable of batches"),
         (X[:0], "the calibration data is empty: at least one batch is needed"),
         (iter([]), "the calibration data is empty: at least one batch is needed"),

@@ -45,7 +45,7 @@ def test_a_model_in_train_mode() -> None:
 
 def test_few_rows() -> None:
     (told,) = doubts_of_calibration(Mlp(), 8)
-    assert told.startswith("calibrated on 8 rows: ranges of fewer than 32")
+    assert told.startswith("calibrated on 8 samples: ranges of fewer than 32")
     assert not list(doubts_of_calibration(Mlp(), FEWEST_SAMPLES))
 
 
@@ -84,7 +84,7 @@ def test_rows_are_counted_over_all_calls() -> None:
         q.calibrate(model, [torch.randn(16, 32)])
     assert repr(q) == "Quantizer(backend='openvino', calibrated on 16 samples, 3 sites)"
     q.calibrate(model, [torch.randn(16, 32)], resume=True)
-    assert repr(q) == "Quantizer(backend='openvino', calibrated on 32 rows, 3 sites)"
+    assert repr(q) == "Quantizer(backend='openvino', calibrated on 32 samples, 3 sites)"
 
 
 def test_good_data_raises_no_doubt() -> None:

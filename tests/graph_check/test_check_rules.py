@@ -562,7 +562,7 @@ CASES = [
     flag(
         "quantized-mask", quantized_mask, "DequantizeLinear_7", "an operand of Add_6, which adds the attention's mask"
     ),
-    of("residual-side", residual, (True, False), (False, True), "Add_7", "adds the rounded .* to skipped, which is not quantized"),
+    of("residual-side", residual, (True, False), (False, True), "Add_7", "to skipped, which is not quantized"),
     of("residual-side", residual, (True, False), (True, True), "Add_7", "adds the rounded output"),
     of(
         "weight-axis",
