@@ -1,4 +1,4 @@
-"""Check of any Q/DQ file against the rules of a target: what it refuses or runs slowly or inexactly, and the remedy."""
+"""Check of a quantized ONNX file against the rules of a backend."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ del _rules
 
 
 def check_file(path: str | os.PathLike[str], target: str) -> list[Finding]:
-    """Check an ONNX file, whichever tool wrote it, against the rules of a target.
+    """Check a quantized ONNX file, from any tool, against the rules of a backend.
 
     Args:
-        path: the file. External data is read from its own folder alone.
-        target: a backend, such as ``tensorrt``.
+        path: the file. External data is read from its own folder only.
+        target: name of a backend, such as ``tensorrt``.
 
     Returns:
-        One finding for each place where a rule is broken, errors first; empty where there is none.
+        One finding for each node that breaks a rule, errors first. The list is empty if no rule is broken.
 
     Raises:
-        ConfigError: no such target.
+        ConfigError: the backend does not exist.
         ExportError: the file cannot be read as ONNX.
         MissingDependencyError: onnx or onnx-ir is not installed.
     """
     limits = profile(target)
     with unreadable_is(ExportError, Path(path)):
         subject = read_subject(Path(path), limits)
-        found = [
+        findings = [
             Finding(name, severity, fault.node, fault.problem, fault.advice)
             for name, severity in subject.limits.severities.items()
             for fault in rules[name](subject)
         ]
-    return sorted(found, key=lambda finding: finding.severity)
+    return sorted(findings, key=lambda finding: finding.severity)

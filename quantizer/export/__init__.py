@@ -1,1 +1,1 @@
-"""Export to Q/DQ ONNX, the passes over its graph, and reading of such files: those of ours and of others."""
+"""Export to Q/DQ ONNX files, graph passes, and import of ONNX files."""

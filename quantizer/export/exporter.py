@@ -1,19 +1,6 @@
-"""Export of a module to ONNX, and the folding of constants in the graph.
+"""Export of a frozen proxy or a float model to a checked ``.onnx`` file.
 
-The exporter's own ``optimize`` (``onnxscript.optimizer``) does the same, but one of its rules has two outputs
-(``Slice`` and ``Slice`` to ``Split``), and for each node of the graph the matcher of such rules goes through the whole
-graph again: a third of the time of an export of 32 layers. The rule is left out. It compares each slice with itself
-first, and where that does not match, with no other, so that it never did anything to two slices in their usual order.
-
-Parts of a model that TorchScript compiled, so that torch.export can trace them.
-
-torch.export calls each module through a hook, which reads the class of a compiled one wrongly, and it swaps parameters
-that a compiled module does not let go. A call of its compiled function avoids both. TorchScript computes sizes that it
-needs for gradients as numbers; parameters without gradients need none, so that the axes stay open.
-
-Export of a frozen proxy to a checked ``.onnx`` file.
-
-Dynamic axes of the inputs in the file: by convention, or from the caller.
+This file prepares a copy of the model, calls ``torch.onnx.export``, folds constants, and chooses the dynamic axes.
 """
 
 from __future__ import annotations
@@ -58,7 +45,12 @@ if TYPE_CHECKING:
 
 
 def optimize(model: onnx_ir.Model, output_names: Sequence[str] | None = None) -> None:
-    """Fold constants, apply the rules of onnxscript, join equal constants and nodes, and name the outputs, in place."""
+    """Fold constants, apply the rules of onnxscript, merge equal constants and nodes, and name the outputs, in place.
+
+    Same as ``onnxscript.optimizer.optimize`` without the rule that merges slices into a Split. That rule takes a third
+    of the export time of 32 layers, because it searches the whole graph for each node. It matches no usual order of
+    slices.
+    """
     import onnx_ir
     import onnx_ir.passes.common as common
     from onnxscript import optimizer, rewriter
@@ -72,10 +64,10 @@ def optimize(model: onnx_ir.Model, output_names: Sequence[str] | None = None) ->
             return optimizer.fold_constants(model, onnx_shape_inference=True)
 
     class NameOutputs(onnx_ir.passes.InPlacePass):
-        """Give each output a value of its own, with its own name, and let the inputs keep theirs.
+        """Pass that gives each output a separate value and name, and keeps the names of the inputs.
 
-        An output that is an input, or another output, becomes an Identity of it. ``OutputFixPass`` gives the Identity
-        the name of the input, and the input another one.
+        An output that equals an input or another output becomes an Identity. ``OutputFixPass`` alone would rename the
+        input.
         """
 
         def call(self, model: onnx_ir.Model) -> onnx_ir.passes.PassResult:
@@ -106,28 +98,31 @@ def optimize(model: onnx_ir.Model, output_names: Sequence[str] | None = None) ->
     onnx_fusions.fuse(model)
 
 
-_STAYS = ("cpu", "meta")
+_UNMOVED_DEVICES = ("cpu", "meta")
 
 
 def bring_to_cpu(exported: nn.Module) -> None:
-    """Move a copy to the CPU: what is folded into its file is computed as for a model that is there.
+    """Move a copy of a model to the CPU, where constants are folded.
 
     The copy shares parameters with the caller's model, which ``Module.cpu`` would move in place.
     """
     moved: dict[Parameter, Parameter] = {}
     for module in exported.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.device.type not in _STAYS:
+            if parameter is not None and parameter.device.type not in _UNMOVED_DEVICES:
                 if parameter not in moved:
                     moved[parameter] = Parameter(parameter.detach().cpu(), requires_grad=parameter.requires_grad)
                 module._parameters[name] = moved[parameter]
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type not in _STAYS:
+            if buffer is not None and buffer.device.type not in _UNMOVED_DEVICES:
                 module._buffers[name] = buffer.cpu()
 
 
 class _CompiledPart(nn.Module):
-    """Caller of a compiled module, which is not registered as a child."""
+    """Module that calls the compiled function of a TorchScript module.
+
+    torch.export cannot call the TorchScript module: it misreads its class, and cannot swap its parameters.
+    """
 
     def __init__(self, part: torch.jit.ScriptModule) -> None:
         super().__init__()
@@ -138,7 +133,10 @@ class _CompiledPart(nn.Module):
 
 
 def call_compiled_parts(model: nn.Module) -> None:
-    """Replace each module of TorchScript in a model by one that calls its compiled function, in place."""
+    """Replace each TorchScript module by a caller of its compiled function, in place.
+
+    Its parameters are detached: TorchScript computes sizes for gradients as numbers, which would fix the axes.
+    """
     for name, child in model.named_children():
         if isinstance(child, torch.jit.ScriptModule):
             for parameter in child.parameters():
@@ -150,10 +148,10 @@ def call_compiled_parts(model: nn.Module) -> None:
 
 _HALF_SCALES_OPSET = 19
 
-_BY_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
-"""Errors of torch for Python code that reads a number of a tensor whose values are not known."""
+_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
+"""Errors of torch for Python code that reads a value of a tensor during tracing."""
 
-_NOT_OF_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def export_onnx(
@@ -168,18 +166,18 @@ def export_onnx(
     data: DataSizes | None = None,
     target: TargetProfile | None = None,
 ) -> Path:
-    """Write a frozen proxy (or a float model) as ONNX with dynamic axes."""
+    """Write a frozen proxy or a float model as an ONNX file with dynamic axes, and return the path."""
     require_exporter()
     checked_file(path, ExportError)
     if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
         raise ExportError(f"opset={opset}: {dtype} scales need opset {_HALF_SCALES_OPSET} or later")
     for name, quantizer in _enabled(model):
         if opset < _least_opset(quantizer):
-            what = "scales of blocks" if quantizer.block_size is not None else quantizer.dtype
-            raise ExportError(f"opset={opset}: {what} ({name}) needs opset {_least_opset(quantizer)} or later")
-    # A copy is converted and put in eval mode: in place, the caller's model would change.
+            feature = "a scale per block" if quantizer.block_size is not None else quantizer.dtype
+            raise ExportError(f"opset={opset}: {feature} ({name}) needs opset {_least_opset(quantizer)} or later")
+    # Convert a copy: the caller's model must not change.
     regions = regions or Float32Modules()
-    exported = convert_floats(_copied(model, dtype, regions).eval(), dtype, regions)
+    exported = convert_floats(_copy_for_export(model, dtype, regions).eval(), dtype, regions)
     output = _output_of(model, beside(model, example))
     names = _output_names(output)
     if not _is_known_to_torch(output):
@@ -192,7 +190,7 @@ def export_onnx(
     _check_output_names(names, [*inspect.signature(exported.forward).parameters, *keywords])
     parameters = _name_inputs(exported, keywords)
     inputs = _named(exported, args, keywords)
-    asked = isinstance(axes, Mapping)
+    explicit = isinstance(axes, Mapping)
     sizes = DataSizes(asked_axes(axes, inputs), {}) if isinstance(axes, Mapping) else usual_axes(inputs, axes, data)
     inputs = widened(inputs, sizes)
     args, keywords = tuple(inputs[name] for name in [*inputs][: len(args)]), {name: inputs[name] for name in keywords}
@@ -203,22 +201,21 @@ def export_onnx(
     of_parameter = {parameter: name for name, parameter in parameters.items()}
     for value in ir_model.graph.inputs:
         value.name = of_parameter.get(value.name, value.name)
-    check_dynamic(ir_model, sizes.axes, asked=asked, log=axes is None)
+    check_dynamic(ir_model, sizes.axes, explicit=explicit, log=axes is None)
     if ir_model.opset_imports[""] != opset:
-        raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
+        raise ExportError(f"opset={opset} cannot be exported; expected 18 or later, such as 20")
     run_passes(ir_model, passes(target, str(dtype).removeprefix("torch.")))
     write_onnx(ir_model, path)
     return path
 
 
 def require_exporter() -> None:
-    """Raise if a package that an export needs is missing."""
     for package in ("onnx", "onnxscript", "onnx_ir"):
         _require(package)
 
 
 def least_opset(model: nn.Module) -> int:
-    """Return the first opset that has all formats of a frozen proxy's operands; 0 if it has none."""
+    """Return the first opset with all formats of a frozen proxy's quantizers; 0 without quantizers."""
     return max((_least_opset(quantizer) for _, quantizer in _enabled(model)), default=0)
 
 
@@ -240,24 +237,24 @@ def _require(package: str) -> None:
         raise MissingDependencyError(package, "onnx") from error
 
 
-def _copied(model: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn.Module:
-    """Return a copy with tensors of its own, except large ones that stay unchanged: those are shared."""
-    kept: dict[int, Any] = {}
+def _copy_for_export(model: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn.Module:
+    """Return a copy of the model that shares large tensors which the export does not change."""
+    shared: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, OperandQuantizer) and module.stored is not None:
-            kept[id(module.stored)] = module.stored
+            shared[id(module.stored)] = module.stored
         if not regions.applies_to(dtype):
-            kept.update((id(p), p) for p in module._parameters.values() if p is not None and p.dtype == dtype)
-    return own_copy(model, kept)
+            shared.update((id(p), p) for p in module._parameters.values() if p is not None and p.dtype == dtype)
+    return own_copy(model, shared)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype | None:
-    """Return the type of the parameters; None if there are none, as when all are stored as integers."""
+    """Return the float type of the parameters; None without float parameters."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def _split(example: Any, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword inputs, with floating tensors in the graph's float type (None: in their own)."""
+    """Return positional and keyword inputs, with floating tensors in ``dtype``; None keeps their types."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype or value.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -273,9 +270,9 @@ def _split(example: Any, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], di
 
 
 def _mark_parameters(model: nn.Module) -> None:
-    """Mark what parts compiled by TorchScript give as parameters, plain tensors, as the exporter wants them.
+    """Mark plain tensors that compiled modules return as parameters, as the exporter requires.
 
-    The mark is the one by which ``isinstance`` knows a parameter of another tensor class.
+    ``isinstance`` uses this mark for parameters of other tensor classes.
     """
     for parameter in model.parameters():
         if not isinstance(parameter, nn.Parameter):
@@ -283,41 +280,43 @@ def _mark_parameters(model: nn.Module) -> None:
 
 
 def _name_positional(model: nn.Module, args: tuple[Any, ...]) -> None:
-    """Give forward a name for each argument of ``*args``, ``args_0``, ``args_1`` and so on, as a graph needs."""
+    """Give ``forward`` one named parameter per element of ``*args``: ``args_0``, ``args_1``, ..."""
     forward = model.forward
     named = list(inspect.signature(forward).parameters.values())
-    place = next((index for index, parameter in enumerate(named) if parameter.kind is parameter.VAR_POSITIONAL), None)
-    if place is None:
+    position = next(
+        (index for index, parameter in enumerate(named) if parameter.kind is parameter.VAR_POSITIONAL), None
+    )
+    if position is None:
         return
 
     def with_names(*args: Any, **inputs: Any) -> Any:
         return forward(*args, **inputs)
 
     kind = inspect.Parameter.POSITIONAL_ONLY
-    before = [parameter.replace(kind=kind, default=parameter.empty) for parameter in named[:place]]
-    more = [inspect.Parameter(f"{named[place].name}_{index}", kind) for index in range(len(args) - place)]
-    vars(with_names)["__signature__"] = inspect.Signature([*before, *more, *named[place + 1 :]])
+    before = [parameter.replace(kind=kind, default=parameter.empty) for parameter in named[:position]]
+    numbered = [inspect.Parameter(f"{named[position].name}_{index}", kind) for index in range(len(args) - position)]
+    vars(with_names)["__signature__"] = inspect.Signature([*before, *numbered, *named[position + 1 :]])
     vars(model)["forward"] = with_names
 
 
 def _check_output_names(outputs: list[str] | None, inputs: Sequence[str]) -> None:
-    """Raise if a graph could not tell its names apart."""
+    """Raise if an output has the name of an input or of another output."""
     for index, name in enumerate(outputs or ()):
         if name in inputs or name in (outputs or ())[:index]:
-            what = "an input" if name in inputs else "another output"
+            owner = "an input" if name in inputs else "another output"
             raise ExportError(
-                f"the model's output {name!r} has the name of {what}, and all names in a graph differ: give its "
-                "dictionary another key"
+                f"output {name!r} of the model has the name of {owner}, but names in a graph must be unique: "
+                "rename the key of the output dictionary"
             )
 
 
 def _name_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, str]:
-    """Give forward a named parameter for each input that only ``**kwargs`` takes: dynamic axes need named inputs."""
+    """Give ``forward`` a named parameter per input of ``**kwargs``: dynamic axes need named inputs."""
     forward = model.forward
     named = inspect.signature(forward).parameters
     unnamed = [name for name in keywords if name not in named]
-    kept = [parameter for parameter in named.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    if not unnamed or len(kept) == len(named):
+    remaining = [parameter for parameter in named.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    if not unnamed or len(remaining) == len(named):
         return {}
     parameters = {name: re.sub(r"\W", "_", name) for name in unnamed}
     of_parameter = {parameter: name for name, parameter in parameters.items()}
@@ -325,8 +324,8 @@ def _name_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, str
     def with_names(*args: Any, **inputs: Any) -> Any:
         return forward(*args, **_renamed(inputs, of_parameter))
 
-    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in parameters.values()]
-    vars(with_names)["__signature__"] = inspect.Signature([*kept, *more])
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in parameters.values()]
+    vars(with_names)["__signature__"] = inspect.Signature([*remaining, *added])
     vars(model)["forward"] = with_names
     return parameters
 
@@ -336,47 +335,46 @@ def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs by the names that ``forward`` gives them, in the order of the graph."""
+    """Return the inputs by parameter name of ``forward``, in the order of the graph."""
     names = [name for name in inspect.signature(model.forward).parameters if name not in keywords]
     return {**dict(zip(names, args, strict=False)), **keywords}
 
 
 def _output_of(model: nn.Module, example: Any) -> Any:
-    """Return what the model returns for the example."""
     args, keywords = _split(example, _dtype_of(model))
     try:
         with torch.no_grad(), untouched(model):
             return model(*args, **keywords)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-        raise ExportError(f"the example does not run through {type(model).__name__}.forward: {error}") from error
+        raise ExportError(f"{type(model).__name__}.forward fails for the example: {error}") from error
 
 
 def _output_names(output: Any) -> list[str] | None:
-    """Return the names of the tensors in a mapping or a dataclass; None leaves the naming to the exporter.
+    """Return the names of the output tensors of a mapping or dataclass; None lets the exporter name them.
 
-    The other parts of a dataclass may be None or plain values, which no graph returns.
+    Fields of a dataclass may be None or plain values, which a graph does not return.
     """
-    # Keys of a mapping may be of any kind, and two of them may be written alike: those are refused later.
+    # Keys may have any type. _check_output_names refuses keys with equal text.
     fields = output if isinstance(output, Mapping) else fields_of(output)
     if fields is None:
         return None
     names = [str(name) for name, value in fields.items() if isinstance(value, Tensor)]
-    others = [value for value in fields.values() if not isinstance(value, Tensor)]
-    # The exporter would count the plain values of a mapping as outputs.
-    if (others and isinstance(output, Mapping)) or any(isinstance(leaf, Tensor) for leaf in leaves(others)):
+    plain_values = [value for value in fields.values() if not isinstance(value, Tensor)]
+    # The exporter counts plain values of a mapping as outputs.
+    if (plain_values and isinstance(output, Mapping)) or any(isinstance(leaf, Tensor) for leaf in leaves(plain_values)):
         return None
     return names
 
 
 def _is_known_to_torch(output: Any) -> bool:
-    """Return whether the exporter takes an output as it is, and not only the tensors that are in it."""
+    """Return whether torch knows the container classes of an output."""
     return (isinstance(output, Mapping) or fields_of(output) is None) and len(_pytree.tree_leaves(output)) == len(
         leaves(output)
     )
 
 
 def _return_tensors(model: nn.Module) -> None:
-    """Let a model return the tensors of its output alone, as a tuple: the exporter knows no class of the user's."""
+    """Make ``forward`` return a tuple of its output tensors: the exporter does not know classes of users."""
     forward = model.forward
 
     @wraps(forward)
@@ -398,7 +396,7 @@ def _export(
         try:
             program = torch.onnx.export(
                 model,
-                # The exporter would take a dictionary in the last place for keywords.
+                # The exporter takes a dictionary at the end for keywords.
                 (*args, {}) if args and isinstance(args[-1], Mapping) else args,
                 kwargs=keywords,
                 dynamo=True,
@@ -409,33 +407,35 @@ def _export(
                 optimize=False,
             )
             assert program is not None
-            # The names come last: the exporter would name an input for the output that returns it.
+            # Name outputs last: the exporter would rename an input that is also an output.
             optimize(program.model, output_names)
             return program
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
             if (reason := _reason(error)) is not None:
                 raise ExportError(f"{type(model).__name__} cannot be exported: {reason}") from error
             raise ExportError(
-                f"{type(model).__name__} cannot be exported: {_said(error)}; "
-                f"see the exception above for the exporter's own report{hint(error)}{_of_gradients(error)}"
+                f"{type(model).__name__} cannot be exported: {_first_line(error)}; "
+                f"see the exception above for the exporter's report{hint(error)}{_gradient_advice(error)}"
             ) from error
 
 
 def _with_containers(dynamic: Mapping[str, Any], values: Sequence[Any]) -> dict[str, Any]:
-    """Return ``dynamic`` with an entry for each tensor inside a dictionary or list; the batch's axis is dynamic.
+    """Return ``dynamic`` with entries for tensors inside dictionaries and lists; their batch axis is dynamic.
 
-    The batch is that of the inputs beside it, or of the first tensor if there are no others.
+    The batch size comes from the plain tensor inputs, or from the first nested tensor if there are none.
     """
     named = zip(dynamic.values(), values, strict=True)
-    found = [(value.shape[axis], dim) for axes, value in named for axis, dim in (axes or {}).items() if _is_batch(dim)]
-    inside = [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
-    if inside and not any(isinstance(value, Tensor) for value in values):
-        found = [(inside[0].shape[0], torch.export.Dim("batch", min=1))]
+    batches = [
+        (value.shape[axis], dim) for axes, value in named for axis, dim in (axes or {}).items() if _is_batch(dim)
+    ]
+    nested = [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+    if nested and not any(isinstance(value, Tensor) for value in values):
+        batches = [(nested[0].shape[0], torch.export.Dim("batch", min=1))]
 
     def entry(leaf: Any) -> Any:
-        if not found or not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != found[0][0]:
+        if not batches or not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != batches[0][0]:
             return None
-        return {0: found[0][1]}
+        return {0: batches[0][1]}
 
     return {
         name: shapes if isinstance(value, Tensor) or shapes is not None else _pytree.tree_map(entry, value)
@@ -447,45 +447,42 @@ def _is_batch(dimension: Any) -> bool:
     return bool(dimension.__name__ == "batch")
 
 
-def _of_gradients(error: BaseException) -> str:
-    """Return advice if the exporter met tensors that only exist while it traces, as those of gradients are."""
-    if "fake tensor in the exported program" not in _said(error):
+def _gradient_advice(error: BaseException) -> str:
+    """Return advice if the exporter failed on tensors of a gradient computation, else an empty text."""
+    if "fake tensor in the exported program" not in _first_line(error):
         return ""
-    return (
-        "; if the forward computes gradients (torch.autograd.grad), no exporter can write it: run what quantize(model) "
-        "gives"
-    )
+    return "; gradients in forward (torch.autograd.grad) cannot be exported: run the result of quantize(model)"
 
 
 def _reason(error: BaseException) -> str | None:
-    """Return why a model cannot be exported and what to do, where that is known; None: the exporter's words say it."""
+    """Return why a model cannot be exported and what to do; None if the exporter's message is enough."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, ExportError):
         return str(error)
-    if type(error).__name__ not in _BY_VALUES and "data-dependent" not in str(error):
+    if type(error).__name__ not in _DATA_DEPENDENT and "data-dependent" not in str(error):
         return None
-    place = _line(error)
+    line = _line(error)
     return (
-        f"what it computes depends on the values of its inputs{f' at {place}' if place else ''}, where Python reads a "
-        "number of a tensor for a branch, a loop or a size, as float(y.mean()) or int(y.argmax()) do. A file holds one "
-        "way for all inputs: choose with torch.where, or leave this part outside of the model"
+        f"its control flow depends on the values of its inputs{f' at {line}' if line else ''}: Python reads a number "
+        "from a tensor for a branch, a loop or a size, such as float(y.mean()) or int(y.argmax()). A file has one path "
+        "for all inputs: use torch.where, or move this part out of the model"
     )
 
 
 def _line(error: BaseException) -> str:
     """Return the innermost line of the user's code in the traceback of an error; empty if there is none."""
-    found = ""
+    line = ""
     for frame in traceback.extract_tb(error.__traceback__):
-        # A function that was rewritten has the lines of its file.
+        # Rewritten functions keep the line numbers of their source file.
         name = frame.filename.removeprefix("<quantizer ").removesuffix(">")
-        if os.path.isabs(name) and not name.startswith(_NOT_OF_USERS):
-            found = f"{name}:{frame.lineno}"
-    return found
+        if os.path.isabs(name) and not name.startswith(_LIBRARY_FOLDERS):
+            line = f"{name}:{frame.lineno}"
+    return line
 
 
-def _said(error: BaseException) -> str:
-    """Return the first line of the innermost cause: the exporter's own first lines only name its stage."""
+def _first_line(error: BaseException) -> str:
+    """Return the first line of the innermost cause; the exporter's own first line only names its stage."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -494,7 +491,7 @@ def _said(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporter's warnings about its own future and optional packages: users cannot act on them."""
+    """Silence warnings about the exporter's future and optional packages, on which users cannot act."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -508,37 +505,39 @@ def _quiet() -> Iterator[None]:
 
 logger = logging.getLogger(__name__)
 
-_SHORTEST = 2
-"""The least sequence: what torch.export sees of an axis of length 1 holds for that length alone."""
+_MIN_SEQUENCE = 2
+"""Minimum length of a sequence: torch.export specializes axes of length 1."""
 
-_OTHERWISE = "dynamic_axes= says otherwise"
-_OF_SHAPES = ("ConstraintViolationError", "UserError")
+_OVERRIDE = "set dynamic_axes= to change this"
+_SHAPE_ERRORS = ("ConstraintViolationError", "UserError")
 
 
-def usual_axes(inputs: Mapping[str, Any], told: DataSizes | None = None, data: DataSizes | None = None) -> DataSizes:
-    """Return the open axes where the caller names none: those of the data, or by the example alone."""
-    if told is not None and _fits(inputs, told.axes):
-        return told
+def usual_axes(
+    inputs: Mapping[str, Any], preferred: DataSizes | None = None, data: DataSizes | None = None
+) -> DataSizes:
+    """Return the default dynamic axes: of ``preferred`` or ``data`` if they fit, else of the example."""
+    if preferred is not None and _fits(inputs, preferred.axes):
+        return preferred
     sizes = data if data is not None and _fits(inputs, data.axes) else DataSizes.of([inputs])
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 0}
     batch = next((value.shape[0] for value in tensors.values()), 1)
     for name, value in tensors.items():
-        opened = sizes.axes.get(name, {})
-        if 0 not in opened and value.shape[0] not in (1, batch):
+        axes = sizes.axes.get(name, {})
+        if 0 not in axes and value.shape[0] not in (1, batch):
             logger.warning(
-                "export: axis 0 of %r is fixed at %d, as the batch of the example is %d; %s",
+                "export: axis 0 of %r is fixed at %d, because the batch size of the example is %d; %s",
                 name,
                 value.shape[0],
                 batch,
-                _OTHERWISE,
+                _OVERRIDE,
             )
-        if value.dim() == 2 and not value.is_floating_point() and 1 not in opened and value.shape[1] == 1:
-            logger.warning("export: axis 1 of %r is fixed at 1, as in the example; %s", name, _OTHERWISE)
+        if value.dim() == 2 and not value.is_floating_point() and 1 not in axes and value.shape[1] == 1:
+            logger.warning("export: axis 1 of %r is fixed at 1, as in the example; %s", name, _OVERRIDE)
     return sizes
 
 
 def _fits(inputs: Mapping[str, Any], axes: Axes) -> bool:
-    """Return whether an example has the open axes of the data, and one size in each dimension."""
+    """Return whether an example has the dynamic axes of the data, and one size per dimension."""
     shapes = {name: value.shape for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 0}
     if shapes.keys() != axes.keys() or any(len(shapes[name]) <= axis for name in axes for axis in axes[name]):
         return False
@@ -547,7 +546,7 @@ def _fits(inputs: Mapping[str, Any], axes: Axes) -> bool:
 
 
 def asked_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
-    """Return the caller's own axes."""
+    """Return the caller's axes after checks against the inputs."""
     lengths: dict[str, tuple[str, int]] = {}
     for name, named in axes.items():
         if name not in inputs:
@@ -557,40 +556,43 @@ def asked_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
             if not 0 <= axis < len(shape):
                 raise ExportError(f"dynamic_axes: {name!r} has no axis {axis}; expected 0 to {len(shape) - 1}")
             if not dimension.isidentifier():
-                raise ExportError(f"dynamic_axes: {dimension!r} is no name of a dimension; expected one like 'batch'")
-            place = f"axis {axis} of {name!r}"
-            first, length = lengths.setdefault(dimension, (place, shape[axis]))
+                raise ExportError(
+                    f"dynamic_axes: {dimension!r} is not a valid dimension name; expected an identifier such as 'batch'"
+                )
+            position = f"axis {axis} of {name!r}"
+            first, length = lengths.setdefault(dimension, (position, shape[axis]))
             if length != shape[axis]:
                 raise ExportError(
-                    f"dynamic_axes: {dimension!r} is {length} in the example at {first} and {shape[axis]} at {place}; "
-                    "one dimension has one length: give them two names"
+                    f"dynamic_axes: {dimension!r} is {length} in the example at {first} and {shape[axis]} at "
+                    f"{position}; use different names for different lengths"
                 )
     return axes
 
 
 def widened(inputs: Mapping[str, Any], sizes: DataSizes) -> dict[str, Any]:
-    """Return an example with no open axis of size 1 where the data has larger ones.
+    """Return an example whose dynamic axes have a size above 1 if the data contains larger sizes.
 
-    torch takes what broadcasts at size 1 for a property of the model, and fixes the axis.
+    torch takes broadcasting at size 1 for a property of the model, and fixes the axis.
     """
-    usual = {
-        dimension: min(size for size in seen if size > 1)
-        for dimension, seen in sizes.seen.items()
-        if max(seen, default=1) > 1 and any(_is_one(inputs.get(name), axis) for name, axis in _places(sizes, dimension))
+    minimal = {
+        dimension: min(size for size in observed if size > 1)
+        for dimension, observed in sizes.seen.items()
+        if max(observed, default=1) > 1
+        and any(_has_size_1(inputs.get(name), axis) for name, axis in _axes_of(sizes, dimension))
     }
-    return sizes.resized(inputs, usual)
+    return sizes.resized(inputs, minimal)
 
 
-def _places(sizes: DataSizes, dimension: str) -> list[tuple[str, int]]:
-    return [(name, axis) for name, opened in sizes.axes.items() for axis, word in opened.items() if word == dimension]
+def _axes_of(sizes: DataSizes, dimension: str) -> list[tuple[str, int]]:
+    return [(name, axis) for name, axes in sizes.axes.items() for axis, label in axes.items() if label == dimension]
 
 
-def _is_one(value: Any, axis: int) -> bool:
+def _has_size_1(value: Any, axis: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > axis and value.shape[axis] == 1
 
 
 def dynamic_shapes(inputs: Mapping[str, Any], sizes: DataSizes) -> dict[str, Any]:
-    """Return the argument for ``torch.export``: one entry for each input."""
+    """Return the ``dynamic_shapes`` argument of ``torch.export``: one entry per input."""
     axes = sizes.axes
     dimensions: dict[str, Any] = {}
 
@@ -598,32 +600,32 @@ def dynamic_shapes(inputs: Mapping[str, Any], sizes: DataSizes) -> dict[str, Any
         if not isinstance(value, Tensor) or value.dim() == 0:
             return None
         for axis, dimension in axes.get(name, {}).items():
-            least = min(value.shape[axis], _SHORTEST, *sizes.seen.get(dimension, ()))
+            least = min(value.shape[axis], _MIN_SEQUENCE, *sizes.seen.get(dimension, ()))
             dimensions.setdefault(dimension, torch.export.Dim(dimension, min=1 if dimension == BATCH else least))
         return {axis: dimensions[dimension] for axis, dimension in axes.get(name, {}).items()}
 
     return {name: entry(name, value) for name, value in inputs.items()}
 
 
-def check_dynamic(model: Any, axes: Axes, *, asked: bool, log: bool = True) -> None:
-    """Log the axes that are fixed in the graph: torch fixes an axis if the model only works at one length."""
+def check_dynamic(model: Any, axes: Axes, *, explicit: bool, log: bool = True) -> None:
+    """Log dynamic axes that torch fixed in the graph; raise if the caller asked for them."""
     shapes = {value.name: value.shape for value in model.graph.inputs}
     for name, named in axes.items():
         shape = shapes.get(name)
         for axis, dimension in named.items():
             if shape is None or axis >= len(shape) or not isinstance(shape[axis], int):
                 continue
-            what = f"axis {axis} of {name!r} can only be {shape[axis]} in this model"
-            if asked:
-                raise ExportError(f"dynamic_axes: {what}, so it is not {dimension!r}; leave it out of dynamic_axes")
+            fact = f"the model only works if axis {axis} of {name!r} is {shape[axis]}"
+            if explicit:
+                raise ExportError(f"dynamic_axes: {fact}, so it cannot be {dimension!r}; remove it from dynamic_axes")
             if log:
-                logger.warning("export: %s, so it is fixed in the file", what)
+                logger.warning("export: %s, so it is fixed in the file", fact)
 
 
 def hint(error: BaseException) -> str:
-    """Return advice on dynamic axes if an error of the exporter is about the lengths of axes; else an empty text."""
+    """Return advice on ``dynamic_axes`` for an error about shapes, else an empty text."""
     while error.__cause__ is not None:
         error = error.__cause__
-    if type(error).__name__ not in _OF_SHAPES:
+    if type(error).__name__ not in _SHAPE_ERRORS:
         return ""
-    return "; dynamic_axes= says which axes of the inputs are dynamic, {} that none is"
+    return "; set dynamic_axes= to choose the dynamic axes of the inputs ({} for none)"

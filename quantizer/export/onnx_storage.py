@@ -1,8 +1,7 @@
-"""Storage of a checked graph in one file, or in two if it exceeds protobuf's limit of 2 GB.
+"""Storage of an ONNX model in one file, or in two above protobuf's limit of 2 GB.
 
-Beyond 2 GB the tensors are in a second file beside the first, which names it. The second file's name holds a hash of
-its content. It is put in place first, under a name that nothing reads yet, and then the first is: so at any moment the
-first file is whole and finds its tensors.
+The second file holds the tensors; its name contains a hash of its content. It is moved into place before the model
+file, so the model file is complete and finds its tensors at any moment.
 """
 
 from __future__ import annotations
@@ -19,56 +18,55 @@ from quantizer.utils.files.temporary import temporary_beside
 from quantizer.utils.files.writable import file_behind, settle, sync_folder
 
 _ONE_FILE = 2**31 - 2**26
-"""The most bytes of tensors in one file: protobuf's limit, with room for the graph."""
+"""Maximum bytes of tensors in one file: protobuf's limit, with room for the graph."""
 
 _ALIGNMENT = 4096
-"""Where tensors begin in the second file, so that an engine can map them; smaller ones stay in the first."""
+"""Alignment of tensors in the second file, so that engines can map them; smaller tensors stay in the first."""
 
 _GRAPH = b"\x3a"
 _INITIALIZER = b"\x2a"
-"""How fields of ModelProto and GraphProto that have a length begin: their number and kind."""
+"""Tags of the fields ``ModelProto.graph`` and ``GraphProto.initializer``."""
 
 
 def write_onnx(ir_model: Any, path: Path) -> None:
-    """Check an ``onnx_ir.Model`` and move it into place in one step; its tensors may be released on the way."""
+    """Check an ``onnx_ir.Model`` and move it into place atomically; this may release its tensors."""
     import onnx
 
-    place = file_behind(path, ExportError)
+    destination = file_behind(path, ExportError)
     size = sum(value.const_value.nbytes for value in ir_model.graph.initializers.values())
     try:
-        with temporary_beside(place) as folder:
-            made = folder / place.name
-            data = _write_tensors(ir_model, made) if size > _ONE_FILE else None
-            _write_message(ir_model, made)
-            _check(onnx, made)
+        with temporary_beside(destination) as folder:
+            new_file = folder / destination.name
+            data = _write_tensors(ir_model, new_file) if size > _ONE_FILE else None
+            _write_message(ir_model, new_file)
+            _check(onnx, new_file)
             settle(folder)
             if data is not None:
-                os.replace(data, place.with_name(data.name))
-            os.replace(made, place)
-            sync_folder(place.parent)
-            _drop_former(place, data)
+                os.replace(data, destination.with_name(data.name))
+            os.replace(new_file, destination)
+            sync_folder(destination.parent)
+            _drop_former(destination, data)
     except onnx.checker.ValidationError as error:
         raise ExportError(f"{path}: onnx.checker refuses the graph: {error}") from error
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _check(onnx: Any, made: Path) -> None:
-    """Raise what ONNX's checker refuses. It gets no large weight, of which it would make two copies."""
-    read = light_message(made)
-    if read is None:
-        # With the path the checker looks at data in another file as well.
-        onnx.checker.check_model(str(made))
+def _check(onnx: Any, file: Path) -> None:
+    """Run ``onnx.checker`` without large weights, of which it would make two copies."""
+    parts = light_message(file)
+    if parts is None:
+        # With the path, the checker also tests data in another file.
+        onnx.checker.check_model(str(file))
     else:
-        light, _ = without_weights(onnx.load_model_from_string(read[0]), read[1])
+        light, _ = without_weights(onnx.load_model_from_string(parts[0]), parts[1])
         onnx.checker.check_model(light)
 
 
-def _write_message(ir_model: Any, made: Path) -> None:
-    """Write the model's message tensor by tensor.
+def _write_message(ir_model: Any, destination: Path) -> None:
+    """Write the ``ModelProto`` tensor by tensor.
 
-    Protobuf itself makes three copies of everything. A message is a sequence of fields, each behind its length, in any
-    order.
+    Protobuf would make three copies of all tensors. A message is a sequence of fields with their lengths, in any order.
     """
     import onnx_ir
 
@@ -81,7 +79,7 @@ def _write_message(ir_model: Any, made: Path) -> None:
     model.ClearField("graph")
     sizes = [_tensor(value).ByteSize() for value in large]
     length = len(graph) + sum(len(_INITIALIZER + _varint(size)) + size for size in sizes)
-    with made.open("wb") as file:
+    with destination.open("wb") as file:
         file.write(model.SerializeToString() + _GRAPH + _varint(length) + graph)
         for value, size in zip(large, sizes, strict=True):
             file.write(_INITIALIZER + _varint(size))
@@ -89,7 +87,7 @@ def _write_message(ir_model: Any, made: Path) -> None:
 
 
 def _tensor(value: Any) -> Any:
-    """Return the message of a constant, under the value's name."""
+    """Return the ``TensorProto`` of a constant."""
     import onnx_ir
 
     proto = onnx_ir.to_proto(value.const_value)
@@ -98,20 +96,20 @@ def _tensor(value: Any) -> Any:
 
 
 def _varint(number: int) -> bytes:
-    """Return a length in protobuf's encoding: 7 bits a byte, the lowest first."""
-    found = bytearray()
+    """Return a length in protobuf's varint encoding: 7 bits per byte, lowest first."""
+    encoded = bytearray()
     while number >= 0x80:
-        found.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes([*found, number])
+    return bytes([*encoded, number])
 
 
-def _write_tensors(ir_model: Any, made: Path) -> Path:
-    """Move all but small constants into a file beside ``made``, one at a time, and return that file."""
+def _write_tensors(ir_model: Any, model_file: Path) -> Path:
+    """Move large constants into a file beside ``model_file`` one by one, and return the path of that file."""
     import onnx_ir
 
-    unnamed, digest = made.with_name("tensors"), hashlib.sha256()
-    places = []
+    unnamed, digest = model_file.with_name("tensors"), hashlib.sha256()
+    positions = []
     with unnamed.open("wb") as file:
         for value in ir_model.graph.initializers.values():
             if value.const_value.nbytes < _ALIGNMENT:
@@ -119,21 +117,21 @@ def _write_tensors(ir_model: Any, made: Path) -> Path:
             content = value.const_value.tobytes()
             gap = bytes(-file.tell() % _ALIGNMENT)
             file.write(gap)
-            places.append((value, file.tell(), len(content)))
+            positions.append((value, file.tell(), len(content)))
             file.write(content)
             digest.update(gap + content)
-    data = made.with_name(f"{made.name}.{digest.hexdigest()[:16]}.data")
+    data = model_file.with_name(f"{model_file.name}.{digest.hexdigest()[:16]}.data")
     unnamed.rename(data)
-    for value, offset, length in places:
+    for value, offset, length in positions:
         tensor = value.const_value
         value.const_value = onnx_ir.ExternalTensor(
-            data.name, offset, length, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=made.parent
+            data.name, offset, length, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=model_file.parent
         )
     return data
 
 
 def _drop_former(path: Path, data: Path | None) -> None:
-    """Delete the tensor files of the model that was at ``path`` before."""
+    """Delete tensor files of the model that ``path`` held before."""
     ours = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.data")
     for other in path.parent.iterdir():
         if ours.fullmatch(other.name) and (data is None or other.name != data.name):

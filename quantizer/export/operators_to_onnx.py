@@ -1,14 +1,10 @@
-"""Translations of our torch operators to ONNX: quantization and recurrences.
+"""ONNX translations of the package's torch operators: quantization, grouped matrix multiplications and recurrences.
 
-The types are in the graph: scale, input and output of a Q/DQ pair share one float type. ``QuantizeLinear`` always has a
-zero point, because its type is the type of the codes; ``DequantizeLinear`` has one if the format does.
+Scale, input and output of a Q/DQ pair share one float type. ``QuantizeLinear`` always has a zero point, because that
+sets the type of the quantized values. Ranges at run time become ``DynamicQuantizeLinear``.
 
-An activation whose range is taken at run time has a ``DynamicQuantizeLinear`` in place of the ``QuantizeLinear``.
-
-torch holds INT4 codes as int8: a Cast converts between the two. ``StoreWeights`` evaluates the Casts of weights.
-
-Legend: as in ``numerics/recurrence.py``. Gates are in torch's order in a Scan, whose body is ours; those of ONNX are
-input, output, forget, cell.
+torch stores INT4 values as int8, so a Cast converts between both; ``StoreWeights`` folds the Casts of weights.
+Symbols are those of ``numerics/recurrence.py``. A Scan uses torch's gate order; ONNX's is input, output, forget, cell.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ _INT64 = 7  # in ONNX's list of element types
 
 
 def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return the table that ``torch.onnx.export`` takes as ``custom_translation_table``."""
+    """Return the ``custom_translation_table`` of ``torch.onnx.export``."""
     spelling = _Spelling(opset)
 
     def fake_quantize(
@@ -71,15 +67,15 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         return spelling.like(scale, spelling.op.DequantizeLinear(codes, wide, zero_point, **where), wide)
 
     def fake_quantize_dynamic(x: Any, dtype: str = "uint8", block_size: int | None = None) -> Any:
-        # Blocks are rounded by the engine itself: what it reads is a weight alone in codes.
+        # The engine quantizes blocks of activations itself; the file only stores the weight.
         return spelling.op.Identity(x) if block_size is not None else spelling.rounded_at_run_time(x)
 
     operators = torch.ops.quantizer
-    # What transformers calls while a graph is traced, where no site is.
-    theirs = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    # transformers calls this operator during tracing outside of quantization sites.
+    transformers_op = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return {
-        **({} if theirs is None else {theirs.default: _of_experts(spelling)}),
-        operators.grouped_mm.default: _of_experts(spelling),
+        **({} if transformers_op is None else {transformers_op.default: _grouped_mm_translation(spelling)}),
+        operators.grouped_mm.default: _grouped_mm_translation(spelling),
         operators.fake_quantize.default: fake_quantize,
         operators.fake_quantize_dynamic.default: fake_quantize_dynamic,
         operators.quantize.default: quantize,
@@ -89,9 +85,9 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 class _Spelling:
-    """Common parts of the translations, for one opset.
+    """Nodes that several translations share, for one opset.
 
-    ``where`` are the attributes of both ONNX operators that say what the scale belongs to.
+    ``where`` holds the attributes ``axis`` and ``block_size`` of QuantizeLinear and DequantizeLinear.
     """
 
     def __init__(self, opset: int) -> None:
@@ -101,7 +97,7 @@ class _Spelling:
         self.op: Any = onnxscript.values.Opset("", opset)
 
     def format(self, dtype: str, axis: int | None, block_size: int | None) -> tuple[QType, dict[str, int]]:
-        """Return the format, and ``where``."""
+        """Return the format, and the attributes ``where``."""
         kind, where = qtype(dtype), {}
         if self.opset < kind.onnx_opset:
             raise ExportError(f"opset={self.opset}: {dtype} needs opset {kind.onnx_opset} or later")
@@ -109,12 +105,12 @@ class _Spelling:
             where["axis"] = axis
         if block_size is not None:
             if self.opset < BLOCKS_OPSET:
-                raise ExportError(f"opset={self.opset}: scales of blocks need opset {BLOCKS_OPSET} or later")
+                raise ExportError(f"opset={self.opset}: a scale per block needs opset {BLOCKS_OPSET} or later")
             where["block_size"] = block_size
         return kind, where
 
     def in_one_type(self, x: Any, scale: Any) -> tuple[Any, Any]:
-        """Return both in float32 if they differ, or if ``QuantizeLinear`` does not take their type."""
+        """Return both values, cast to float32 if their types differ or ``QuantizeLinear`` does not accept them."""
         import onnx_ir
 
         if x.dtype == scale.dtype != onnx_ir.DataType.DOUBLE:
@@ -125,32 +121,32 @@ class _Spelling:
         )
 
     def like(self, original: Any, result: Any, wide: Any) -> Any:
-        """Return the result in the type that ``original`` had before it became ``wide``."""
+        """Return the result, cast to the type of ``original`` if ``wide`` is a cast of it."""
         return result if wide is original else self.op.Cast(result, to=original.dtype)
 
     def rounded_at_run_time(self, x: Any) -> Any:
-        """Return x rounded with its own range, whose scale is always float32."""
+        """Return x quantized and dequantized with a range from its values; the scale is float32."""
         import onnx_ir
 
         wide = x if x.dtype == onnx_ir.DataType.FLOAT else self.op.Cast(x, to=onnx_ir.DataType.FLOAT)
         return self.like(x, self.op.DequantizeLinear(*self.op.DynamicQuantizeLinear(wide)), wide)
 
     def grouped_product(self, rows: Any, experts: Any, ends: Any) -> Any:
-        """Return [S, N], the rows [S, K] of each expert multiplied by its matrix of [E, K, N], one after the other."""
+        """Return [S, N]: rows [S, K] grouped by expert, each group times its matrix of [E, K, N]."""
         op, first = self.op, self.numbers([0])
-        start, made = first, []
+        start, products = first, []
         plain, again = self._before_rounding(rows)
         for number in range(experts.shape[0]):
             end = op.Cast(op.Slice(ends, self.numbers([number]), self.numbers([number + 1]), first), to=_INT64)
             matrix = op.Gather(experts, op.Squeeze(self.numbers([number]), first), axis=0)
-            made.append(op.MatMul(again(op.Slice(plain, start, end, first)), matrix))
+            products.append(op.MatMul(again(op.Slice(plain, start, end, first)), matrix))
             start = end
-        return op.Concat(*made, axis=0)
+        return op.Concat(*products, axis=0)
 
     def _before_rounding(self, value: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Return what was rounded with one scale, and what rounds a part of it alike: a product reads its DQ itself.
+        """Return the value before its Q/DQ pair with one scale, and a function that applies the pair again.
 
-        A value that is not rounded, or by its own range, is returned as it is.
+        MatMul must read the DequantizeLinear directly. Other values are returned unchanged.
         """
         dequantize: Any = value.producer()
         quantize: Any = dequantize.inputs[0].producer() if _is(dequantize, "DequantizeLinear") else None
@@ -164,25 +160,25 @@ class _Spelling:
         return quantize.inputs[0], again
 
     def numbers(self, values: list[int]) -> Any:
-        """Return whole numbers as a constant."""
+        """Return an INT64 constant."""
         import onnx
 
         return self.op.Constant(value=onnx.helper.make_tensor("numbers", _INT64, [len(values)], values))
 
     def zeros(self, scale: Any, kind: QType) -> Any:
-        """Return zero points of a format, of the scale's shape: a constant if the shape is known."""
+        """Return zeros of a format in the shape of the scale: a constant if the shape is known."""
         import onnx
 
         if not scale.shape.is_static():
-            # Not ConstantOfShape, which ONNX Runtime 1.31 has for neither FP8 nor INT4.
+            # ONNX Runtime 1.31 has no ConstantOfShape for FP8 and INT4.
             return self.op.Cast(self.op.Sub(scale, scale), to=_element(kind))
         shape = scale.shape.numpy()
         raw = bytes(-(-math.prod(shape) * kind.bits // 8))
         return self.op.Constant(value=onnx.helper.make_tensor("zero", _element(kind), shape, raw, raw=True))
 
 
-def _of_experts(spelling: _Spelling) -> Callable[..., Any]:
-    """Return the translation of a grouped product: the exporter takes functions, and no methods."""
+def _grouped_mm_translation(spelling: _Spelling) -> Callable[..., Any]:
+    """Return the translation of a grouped matrix multiplication; the exporter accepts functions, not methods."""
 
     def grouped_mm(rows: Any, experts: Any, ends: Any) -> Any:
         return spelling.grouped_product(rows, experts, ends)
@@ -191,12 +187,11 @@ def _of_experts(spelling: _Spelling) -> Callable[..., Any]:
 
 
 def _is(node: Any, operator: str) -> bool:
-    """Return whether a node, or None, is of an operator."""
     return node is not None and node.op_type == operator
 
 
 def _element(kind: QType) -> int:
-    """Return the number of a format in ONNX's list of element types."""
+    """Return the ``TensorProto.DataType`` of a format."""
     import onnx
 
     number: int = onnx.TensorProto.DataType.Value(kind.onnx_type)
@@ -204,15 +199,15 @@ def _element(kind: QType) -> int:
 
 
 _GATES = CELLS["lstm"].gates
-_OURS = "com.microsoft"
+_MICROSOFT = "com.microsoft"
 
 
 def recurrence_translations(op: Any, zeros: Callable[[Any, str], Any]) -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return the entries of recurrences for ``custom_translation_table``.
 
     Args:
-        op: the opset of ONNX.
-        zeros: gives the zero points of a format, of a scale's shape.
+        op: the ONNX opset.
+        zeros: function that returns zero points of a format in the shape of a scale.
     """
 
     operators = torch.ops.quantizer
@@ -246,18 +241,18 @@ def _dynamic_lstm(
     bias: Any,
     backward: bool,
 ) -> Any:
-    """Return the outputs of a DynamicQuantizeLSTM and its states, of the arguments of ``numerics.recurrence``."""
+    """Return the outputs and states of a DynamicQuantizeLSTM, from arguments of ``numerics.recurrence``."""
     first = op.Constant(value_ints=[0])
     units, weights = codes.shape[1], []
     for values, factor in ((input_codes, input_scale), (codes, scale)):
-        turned = op.Transpose(_in_order(op, values, units), perm=[1, 0])
-        weights.append((op.Unsqueeze(turned, first), op.Unsqueeze(_in_order(op, factor, units), first)))
+        turned = op.Transpose(_in_onnx_order(op, values, units), perm=[1, 0])
+        weights.append((op.Unsqueeze(turned, first), op.Unsqueeze(_in_onnx_order(op, factor, units), first)))
     (given, given_scale), (own, own_scale) = weights
     zero = op.Unsqueeze(zeros(scale, "int8"), first)
     both = None
     if bias is not None:
         halves = _parts(op, bias, 2, _GATES * units)
-        both = op.Unsqueeze(op.Concat(*(_in_order(op, half, units) for half in halves), axis=0), first)
+        both = op.Unsqueeze(op.Concat(*(_in_onnx_order(op, half, units) for half in halves), axis=0), first)
     states = [op.Unsqueeze(state, first) for state in (hidden, cell)]
     outputs, last, last_cell = _nodes(
         "DynamicQuantizeLSTM",
@@ -275,27 +270,27 @@ def _dynamic_lstm(
         hidden_size=units,
         direction="reverse" if backward else "forward",
         outputs=3,
-        domain=_OURS,
+        domain=_MICROSOFT,
     )
     one = op.Constant(value_ints=[1])
     return op.Squeeze(outputs, one), op.Squeeze(last, first), op.Squeeze(last_cell, first)
 
 
 def _parts(op: Any, values: Any, count: int, size: int) -> list[Any]:
-    """Return parts of one size of values, along their first axis; not by Split, which the optimizer does not fold."""
+    """Return ``count`` slices of ``size`` along axis 0; the optimizer does not fold Split."""
     ends = [op.Constant(value_ints=[place * size]) for place in range(count + 1)]
     axis = op.Constant(value_ints=[0])
     return [op.Slice(values, ends[place], ends[place + 1], axis) for place in range(count)]
 
 
-def _in_order(op: Any, values: Any, units: int) -> Any:
-    """Return values [4 H, ...] of the gates input, forget, cell, output as input, output, forget, cell; H ``units``."""
+def _in_onnx_order(op: Any, values: Any, units: int) -> Any:
+    """Return values [4 H, ...] of gates input, forget, cell, output in ONNX's order; H is ``units``."""
     admit, forget, new, output = _parts(op, values, _GATES, units)
     return op.Concat(admit, output, forget, new, axis=0)
 
 
 def _nodes(operator: str, *inputs: Any, outputs: int, domain: str = "", **attributes: Any) -> Any:
-    """Add a node with several outputs to the graph that is recorded, which ``onnxscript`` does for its own alone."""
+    """Add a node with several outputs to the recorded graph, which ``onnxscript`` only does for known operators."""
     import onnx_ir
     from onnxscript import evaluator
 
@@ -306,7 +301,7 @@ def _nodes(operator: str, *inputs: Any, outputs: int, domain: str = "", **attrib
 
 
 def _scan(kind: str, given: Any, states: list[Any], found: dict[str, Any]) -> Any:
-    """Return the outputs of a Scan over ``given`` and the states after it, two of them in any case."""
+    """Return the outputs of a Scan over ``given`` and two states after it."""
     import onnx_ir
 
     body = _Body(kind, given, states, found)
@@ -325,7 +320,7 @@ def _scan(kind: str, given: Any, states: list[Any], found: dict[str, Any]) -> An
 
 
 class _Body:
-    """The graph of one step."""
+    """Graph of one time step."""
 
     def __init__(self, kind: str, given: Any, states: list[Any], found: dict[str, Any]) -> None:
         import onnx_ir
@@ -341,7 +336,7 @@ class _Body:
         self.inputs.append(onnx_ir.Value(name=f"{kind}_given", shape=shape, type=of))
 
     def outputs(self) -> list[Any]:
-        """Return the states after the step, and the hidden state once more, for the outputs of all steps."""
+        """Return the states after the step, and the hidden state again as the output of the step."""
         found = self._found
         hidden, given, cell = self.inputs[0], self.inputs[-1], self.inputs[-2]
         recurrent = self._product(hidden, "scale", "zero_point", "weight", "weight_scale")
@@ -352,10 +347,10 @@ class _Body:
             state[0] = self._product(
                 state[0], "projected_scale", "projected_zero_point", "projection", "projection_scale"
             )
-        made = [*state, self._add("Identity", state[0])]
-        for value, like in zip(made, [*self.inputs[:-1], self.inputs[0]], strict=True):
+        results = [*state, self._add("Identity", state[0])]
+        for value, like in zip(results, [*self.inputs[:-1], self.inputs[0]], strict=True):
             value.shape, value.type = like.shape, like.type
-        return made
+        return results
 
     def _add(self, operator: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
         import onnx_ir
@@ -365,7 +360,7 @@ class _Body:
         return node.outputs[0] if outputs == 1 else node.outputs
 
     def _product(self, x: Any, scale: str, zero_point: str, weight: str, weight_scale: str) -> Any:
-        """Return the product of an operand, rounded, and a stored weight [N, K]."""
+        """Return the MatMul of a quantized operand and a stored weight [N, K]."""
         found = self._found
         codes = self._add("QuantizeLinear", x, found[scale], found[zero_point])
         rounded = self._add("DequantizeLinear", codes, found[scale], found[zero_point])
@@ -378,9 +373,9 @@ class _Body:
 
     def _lstm(self, given: Any, recurrent: Any, cell: Any) -> list[Any]:
         admit, forget, new, output = self._split(self._add("Add", given, recurrent), 4)
-        kept = self._add("Mul", self._add("Sigmoid", forget), cell)
+        old = self._add("Mul", self._add("Sigmoid", forget), cell)
         added = self._add("Mul", self._add("Sigmoid", admit), self._add("Tanh", new))
-        cell = self._add("Add", kept, added)
+        cell = self._add("Add", old, added)
         return [self._add("Mul", self._add("Sigmoid", output), self._add("Tanh", cell)), cell]
 
     def _gru(self, given: Any, recurrent: Any, hidden: Any) -> list[Any]:
@@ -388,9 +383,9 @@ class _Body:
         reset, update, new = self._split(recurrent, 3)
         opened = self._add("Sigmoid", self._add("Add", given_reset, reset))
         candidate = self._add("Tanh", self._add("Add", given_new, self._add("Mul", opened, new)))
-        kept = self._add("Sigmoid", self._add("Add", given_update, update))
-        return [self._add("Add", candidate, self._add("Mul", kept, self._add("Sub", hidden, candidate)))]
+        old = self._add("Sigmoid", self._add("Add", given_update, update))
+        return [self._add("Add", candidate, self._add("Mul", old, self._add("Sub", hidden, candidate)))]
 
     def _plain(self, given: Any, recurrent: Any, hidden: Any) -> list[Any]:
-        made = self._add("Add", given, recurrent)
-        return [self._add("Tanh" if self._kind == "rnn_tanh" else "Relu", made)]
+        total = self._add("Add", given, recurrent)
+        return [self._add("Tanh" if self._kind == "rnn_tanh" else "Relu", total)]

@@ -56,8 +56,8 @@ def test_an_error_makes_the_exit_code_1(
     assert main(["check", path, "--target", "tensorrt"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "error [unconverted-float32] 1 place",
-        "    all 1 products have float32 tensors: tensorrt builds what the graph says, so",
-        "    everything that is not quantized runs in float32, without a word",
+        "    all 1 MatMul, Gemm and Conv nodes have float32 tensors: tensorrt uses the",
+        "    types of the graph, so non-quantized operations run in float32",
         "  -> convert the model to float16 before export, scales included",
         f"{path}: 1 error, 0 warnings",
     ]

@@ -65,9 +65,9 @@ def test_onnx_file_damaged_inside(name: str, qdq: Any, tmp_path: Path) -> None:
 # The content of model.onnx (the file of a product where None stands), where the engine goes, and what is said.
 BUILDS: dict[str, tuple[bytes | None, str, str]] = {
     "empty": (b"", "m.engine", r"model\.onnx is empty"),
-    "text": (b"hi\n", "m.engine", "is not an ONNX file, or is damaged: unexpected data at byte 0"),
-    "no graph": (b"\x08\x0a", "m.engine", "holds no graph"),
-    "cut in a number": (b"\x08\x0a\x3a", "m.engine", "it ends in the middle of a number"),
+    "text": (b"hi\n", "m.engine", "is not an ONNX file or is damaged: unexpected data at byte 0"),
+    "no graph": (b"\x08\x0a", "m.engine", "contains no graph"),
+    "cut in a number": (b"\x08\x0a\x3a", "m.engine", "it ends within a number"),
     "endless number": (b"\x08" + b"\xff" * 12, "m.engine", "a number at byte 11 is too long"),
     "folder missing": (None, "none/m.engine", "does not exist; make it first"),
     "a folder": (None, ".", r"is a folder; expected the name of a file, such as model\.onnx"),

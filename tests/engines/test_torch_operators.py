@@ -153,8 +153,8 @@ def test_an_index_of_one_hot_counts_from_the_end_too(tmp_path: Path) -> None:
     [
         ("IsInf", {"detect_negative": 0}, "its attribute detect_negative = 0 is not supported"),
         ("ArgMax", {"select_last_index": 1}, "its attribute select_last_index = 1 is not supported"),
-        ("ReduceL1", {"noop_with_empty_axes": 1}, "a reduction of no axis is not supported"),
-        ("ReduceSumSquare", {"noop_with_empty_axes": 1}, "a reduction of no axis is not supported"),
+        ("ReduceL1", {"noop_with_empty_axes": 1}, "a reduction over no axes is not supported"),
+        ("ReduceSumSquare", {"noop_with_empty_axes": 1}, "a reduction over no axes is not supported"),
     ],
 )
 def test_an_attribute_that_would_be_passed_over_is_refused(

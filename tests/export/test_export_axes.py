@@ -81,7 +81,7 @@ def test_an_axis_of_length_1_is_fixed(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="quantizer"):
         assert exported(model(), example, tmp_path / "net.onnx") == expected
-    said = "axis 1 of 'ids' is fixed at 1, as in the example; dynamic_axes=" in caplog.text
+    said = "axis 1 of 'ids' is fixed at 1, as in the example; set dynamic_axes=" in caplog.text
     assert said == (expected.get("ids", [0, 0])[1] == 1)
 
 
@@ -107,7 +107,10 @@ def test_another_length_than_the_batch_is_fixed_and_said(
     with caplog.at_level(logging.WARNING, logger="quantizer"):
         found = exported(prototypes(), example, tmp_path / "net.onnx")
     assert found == {"x": ["batch", 32], "table": [5, 32]}
-    assert f"axis 0 of 'table' is fixed at 5, as the batch of the example is {rows}; dynamic_axes=" in caplog.text
+    assert (
+        f"axis 0 of 'table' is fixed at 5, because the batch size of the example is {rows}; set dynamic_axes="
+        in caplog.text
+    )
 
 
 def fields() -> nn.Module:
@@ -118,9 +121,9 @@ def fields() -> nn.Module:
 def test_what_the_model_fixes_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="quantizer"):
         assert exported(fields(), (ids(2, 5),), tmp_path / "net.onnx") == {"ids": ["batch", 5]}
-    assert "axis 1 of 'ids' can only be 5 in this model" in caplog.text
+    assert "the model only works if axis 1 of 'ids' is 5" in caplog.text
     example = (torch.randn(2, 6, 32), mask(2, 4, 6, 6))
-    with pytest.raises(ExportError, match="axis 1 of 'mask' can only be 4 in this model, so it is not 'heads'"):
+    with pytest.raises(ExportError, match="the model only works if axis 1 of 'mask' is 4, so it cannot be 'heads'"):
         exported(Masked(), example, tmp_path / "net.onnx", dynamic_axes={"mask": {1: "heads"}})
 
 
@@ -139,7 +142,7 @@ def test_one_dimension_has_one_length(tmp_path: Path) -> None:
 def test_the_exporter_s_words_on_lengths_come_with_what_to_do() -> None:
     wrapped = RuntimeError("step 1 of 3")
     wrapped.__cause__ = ConstraintViolationError("1 not in range [2, int_oo]")
-    assert "dynamic_axes= says which axes of the inputs are dynamic" in hint(wrapped)
+    assert "set dynamic_axes= to choose the dynamic axes" in hint(wrapped)
     assert not hint(RuntimeError("step 1 of 3"))
 
 

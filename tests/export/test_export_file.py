@@ -422,7 +422,7 @@ def test_dynamic_axes(mlp: Prepared, tmp_path: Path, axes: Any, shape: list[Any]
     [
         ({"y": {0: "rows"}}, "names the input 'y'; the example has: x"),
         ({"x": {2: "rows"}}, "'x' has no axis 2; expected 0 to 1"),
-        ({"x": {0: "two words"}}, "'two words' is no name of a dimension"),
+        ({"x": {0: "two words"}}, "'two words' is not a valid dimension name"),
     ],
 )
 def test_wrong_dynamic_axes(mlp: Prepared, tmp_path: Path, axes: Any, message: str) -> None:

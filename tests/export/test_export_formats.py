@@ -91,7 +91,7 @@ def test_a_scale_of_dynamic_shape(tmp_path: Path) -> None:
     [
         ("fp8", None, 18, "opset=18: fp8 needs opset 19 or later"),
         ("int4", None, 20, "opset=20: int4 needs opset 21 or later"),
-        ("int8", 4, 20, "opset=20: scales of blocks need opset 21 or later"),
+        ("int8", 4, 20, "opset=20: a scale per block needs opset 21 or later"),
     ],
 )
 def test_an_opset_that_is_too_old(dtype: str, block_size: int | None, opset: int, message: str, tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ def test_a_broken_condition_stops_before_the_pass_and_names_it() -> None:
 
 def test_a_broken_promise_names_the_pass_and_stops_the_next() -> None:
     first, second = Stub(after="a Transpose is left"), Stub()
-    with pytest.raises(ExportError, match="pass Stub did not do its work: a Transpose is left"):
+    with pytest.raises(ExportError, match="pass Stub did not finish: a Transpose is left"):
         run_passes(None, [first, second])
     assert (first.runs, second.runs) == (1, 0)
 

@@ -79,7 +79,7 @@ def test_a_broken_promise_ends_the_export(folder: Path) -> None:
         PRELUDE
         + """
 square_by_mul.SquareByMul.run = lambda self, model: 0
-with pytest.raises(ExportError, match="pass SquareByMul did not do its work: a square is still a Pow: "):
+with pytest.raises(ExportError, match="pass SquareByMul did not finish: a square is still a Pow: "):
     q.export(int8, "net.onnx", (data[0],))
 square_by_mul.SquareByMul.requires = lambda self, model: "no"
 with pytest.raises(ExportError, match="pass SquareByMul cannot start: no"):
@@ -121,7 +121,7 @@ for method in ("match", "run", "requires", "ensures"):
         run_passes(onnx_ir.Model(onnx_ir.Graph([], [], nodes=[onnx_ir.node("Relu", [])]), ir_version=10), [broken])
     assert caught.value.__notes__ == ["in pass Broken"]
 square_by_mul.SquareByMul.run = lambda self, model: None
-with pytest.raises(ExportError, match="pass SquareByMul: run\\(\\) returned None; expected the number of places"):
+with pytest.raises(ExportError, match="pass SquareByMul: run\\(\\) returned None; expected the number of changes"):
     q.export(int8, "net.onnx", (data[0],))
 assert not list(Path().glob("*net*"))
 """,

@@ -95,7 +95,7 @@ def test_data_of_another_length(file: Path, name: str, monkeypatch: pytest.Monke
     (tensor,) = (tensor for tensor in proto.graph.initializer if tensor.name == name)
     tensor.raw_data = tensor.raw_data[:-4]
     file.write_bytes(proto.SerializeToString())
-    assert "bytes, and its shape [320, 320]" in str(_said(file))
+    assert "bytes, but its shape [320, 320]" in str(_said(file))
     assert _said(file) == _said_of_the_whole(file, monkeypatch)
 
 

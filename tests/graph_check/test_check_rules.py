@@ -500,9 +500,9 @@ U8 = {"kind": "uint8", "zero": 128, "width": "float32"}
 BIAS = {"quantized": True, "gemm": True}
 UNSIGNED = {"width": "float32", "kinds": ("uint8",) * 4}
 WIDE = {"width": "float32"}
-MOVED = "where sizes are fixed and small, openvino computes what it rounds wrongly"
+MOVED = "with small fixed sizes, openvino computes its input wrongly"
 AXIS = "openvino gives its result one axis too many"
-NUMBERS = "openvino would apply its numbers along another axis of the product before it"
+NUMBERS = "openvino applies its constant along another axis of the matrix multiplication"
 GEMM = {"kind": "Gemm", "transB": 1}
 SIGMOID = ("QLinearSigmoid", "com.microsoft")
 BF16, FP16 = (onnx.TensorProto.BFLOAT16,), (onnx.TensorProto.FLOAT16,)
@@ -513,27 +513,34 @@ Q0, DQ0, DQ1, DQ2 = "QuantizeLinear_0", *(f"DequantizeLinear_{number}" for numbe
 
 CASES = [
     flag("onnx-checker", invalid, "", "Nodes in a graph must be topologically"),
-    of("opset-range", linear, {"opset": 25}, {"opset": 24}, "", "opset 25 .* takes 9 to 24"),
+    of("opset-range", linear, {"opset": 25}, {"opset": 24}, "", "not read opset 25, only opsets 9 to 24"),
     of("opset-format", linear, {"opset": 18}, {}, Q0, r"FLOAT16 \(2 in the file\) needs opset 19"),
-    of("opset-format", linear, {"kind": "fp8", "opset": 18}, {"kind": "fp8"}, Q0, r"FP8 \(2 .* 19, .*written in 18"),
-    of("opset-format", blocks, (20,), (21,), DQ0, r"a scale for each block \(1 in the file\) needs opset 21"),
-    of("zero-point", linear, {"zero": 3}, {}, Q0, "its zero point is 3, and tensorrt takes 0"),
+    of("opset-format", linear, {"kind": "fp8", "opset": 18}, {"kind": "fp8"}, Q0, r"FP8 \(2 .* 19, .*has opset 18"),
+    of("opset-format", blocks, (20,), (21,), DQ0, r"a scale per block \(1 in the file\) needs opset 21"),
+    of("zero-point", linear, {"zero": 3}, {}, Q0, "its zero point is 3, and tensorrt accepts only 0"),
     flag("scale-constant", computed_scale, "QuantizeLinear_1", "is computed when the model runs"),
-    flag("dynamic-range", run_time_range, "dynamic", "openvino computes the range in floats", OPENVINO),
+    flag("dynamic-range", run_time_range, "dynamic", "openvino computes the range, and", OPENVINO),
     *(
         of("scale-value", linear, {"scale": bad}, {}, Q0, f"above 0, such as {bad}")
         for bad in (0.0, -1.0, float("nan"), float("inf"))
     ),
-    of("scale-type", scale_types, ("float32", "float16"), ("float16",) * 2, Q0, "its scale is FLOAT and its input FLO"),
-    of("pair-differs", pair, (0.25,), (SCALE,), DQ1, "its scale is not that of Q"),
+    of(
+        "scale-type",
+        scale_types,
+        ("float32", "float16"),
+        ("float16",) * 2,
+        Q0,
+        "its scale is FLOAT and its input is FLO",
+    ),
+    of("pair-differs", pair, (0.25,), (SCALE,), DQ1, "its scale differs from the scale of Q"),
     of("format", linear, {"kind": "uint8"}, {}, Q0, "UINT8 activations: tensorrt computes with FP8 or INT8"),
-    flag("dead-quantizer", dead, "DequantizeLinear_6", "nobody reads its output"),
-    of("quantize-alone", quantize_read_by, ("Equal",), ("",), Q0, "its codes are read by Equal Equal_4"),
-    of("quantize-alone", quantize_read_by, ("output",), ("",), Q0, "its codes are an output of the model"),
-    of("float-reader", dequantize_read_by, ("dequantize",), ("input",), DQ1, "Sigmoid_4 computes with floats"),
-    of("float-reader", dequantize_read_by, ("output",), ("input",), DQ1, "its output is an output of the model"),
-    of("float-reader", behind_convolution, (True, False), (True, True), DQ1, "Sigmoid_7 computes with", ONNXRUNTIME),
-    flag("cast-between", cast_before_product, "Cast_2", "stands between DequantizeLinear_1 and MatMul_4"),
+    flag("dead-quantizer", dead, "DequantizeLinear_6", "its output is not read"),
+    of("quantize-alone", quantize_read_by, ("Equal",), ("",), Q0, "its quantized values are read by Equal Equal_4"),
+    of("quantize-alone", quantize_read_by, ("output",), ("",), Q0, "its quantized values are a model output"),
+    of("float-reader", dequantize_read_by, ("dequantize",), ("input",), DQ1, "Sigmoid_4 computes in floating point"),
+    of("float-reader", dequantize_read_by, ("output",), ("input",), DQ1, "its output is a model output"),
+    of("float-reader", behind_convolution, (True, False), (True, True), DQ1, "Sigmoid_7 computes in", ONNXRUNTIME),
+    flag("cast-between", cast_before_product, "Cast_2", "it is between DequantizeLinear_1 and MatMul_4"),
     of("scaled-operand", behind_keys, {"kind": "Mul"}, {"kind": "Mul", "before": True}, "Mul_4", "a multiplication be"),
     of(
         "moved-operand",
@@ -552,18 +559,18 @@ CASES = [
     of("attention-size", attention, {"head": 48}, {"head": 64}, "Softmax_7", "head size 48 is none of 16, 32, 64"),
     of("attention-size", attention, {"sequence": 513}, {"sequence": 512}, "Softmax_7", "513 is longer than 512"),
     of("attention-size", attention, EIGHT | {"head": 40}, EIGHT | {"head": 48}, "Softmax_7", "40 is no multiple of 16"),
-    flag("attention-operator", attention_operator, "Attention_5", "no place for the quantizer behind its softmax"),
+    flag("attention-operator", attention_operator, "Attention_5", "no output for its probabilities"),
     of("fp8-attention", attention, EIGHT | {"probabilities": 0.01}, EIGHT, "QuantizeLinear_8", "scale 0.01, not 1/448"),
     of("fp8-attention", attention, {"kinds": ("fp8", "fp8", None, None)}, FLOATS, "Softmax_7", "probabilities, values"),
-    of("int8-with-fp8-attention", fp8_attention_with_linear, ("int8",), ("fp8",), "MatMul_16", "1 products in INT8"),
+    of("int8-with-fp8-attention", fp8_attention_with_linear, ("int8",), ("fp8",), "MatMul_16", "1 INT8 operations"),
     flag("quantized-bias", quantized_bias, DQ0, "the bias of Add_5"),
     of("quantized-bias", quantized_bias, BIAS, BIAS | {"quantized": False}, DQ0, "the bias of Gemm_4 is rounded"),
     of("quantized-bias", quantized_bias, BIAS | WIDE, BIAS | WIDE | {"kind": "int32"}, DQ0, "Gemm_4 is", ONNXRUNTIME),
-    flag(
-        "quantized-mask", quantized_mask, "DequantizeLinear_7", "an operand of Add_6, which adds the attention's mask"
+    flag("quantized-mask", quantized_mask, "DequantizeLinear_7", "an operand of Add_6, which adds the attention mask"),
+    of(
+        "residual-side", residual, (True, False), (False, True), "Add_7", "adds a rounded .* to skipped, which is not q"
     ),
-    of("residual-side", residual, (True, False), (False, True), "Add_7", "to skipped, which is not quantized"),
-    of("residual-side", residual, (True, False), (True, True), "Add_7", "adds the rounded output"),
+    of("residual-side", residual, (True, False), (True, True), "Add_7", "adds a rounded operation result"),
     of(
         "weight-axis",
         linear,
@@ -585,18 +592,23 @@ CASES = [
     of("small-product", linear, {"k": 8}, {}, "MatMul_3", "K = 8 is below 16"),
     of("small-product", linear, {"n": 2}, {}, "MatMul_3", "N = 2 is below 16"),
     of("matrix-vector", linear, {"shape": (1, 32)}, {}, "MatMul_3", "M = 1, a matrix-vector product"),
-    of("float-weight", float_weight, (False,), (True,), Q0, "a weight is stored as floats"),
-    flag("turned-weight", turned_weight, "Transpose_1", "stands between the DequantizeLinear of a weight and MatMul_4"),
+    of("float-weight", float_weight, (False,), (True,), Q0, "a weight is stored in float"),
+    flag("turned-weight", turned_weight, "Transpose_1", "it is between the DequantizeLinear of a weight and MatMul_4"),
     of(
         "shared-input", shared, ((0.5, 0.25, 0.125),), ((0.5,),), Q0, "x is quantized 3 times, .* QuantizeLinear_2, Qua"
     ),
     of(
-        "foreign-operator", foreign, ("DynamicQuantizeLinear",), ("",), "dynamic", r"\(1 in the file\) is not read by t"
+        "foreign-operator",
+        foreign,
+        ("DynamicQuantizeLinear",),
+        ("",),
+        "dynamic",
+        r"tensorrt does not read .* \(1 in the file\)",
     ),
-    of("foreign-operator", foreign, ("MatMulInteger",), ("",), "MatMulInteger_5", "MatMulInteger .* is not read"),
+    of("foreign-operator", foreign, ("MatMulInteger",), ("",), "MatMulInteger_5", "does not read MatMulInteger"),
     of("foreign-operator", foreign, SIGMOID, ("",), "QLinearSigmoid_5", "com.microsoft.QLinearSigmoid"),
     of("mixed-types", added, ("float32",), ("float16",), "Add_5", "different element types, FLOAT16 and FLOAT, where"),
-    of("element-type", of_bytes, (False,), (True,), "Transpose_0", "it reads UINT8, which tensorrt takes as an input"),
+    of("element-type", of_bytes, (False,), (True,), "Transpose_0", "it reads UINT8, which tensorrt accepts only as"),
     of("element-type", in_bfloat16, BF16, FP16, "Gelu_1", "onnxruntime has no Gelu of BFLOAT16", ONNXRUNTIME),
     of(
         "unconverted-float32",
@@ -604,45 +616,43 @@ CASES = [
         WIDE,
         {},
         "",
-        "all 1 products have float32 tensors: tensorrt builds what the graph says",
+        "all 1 MatMul, Gemm and Conv nodes have float32 tensors: tensorrt uses the types of the graph",
     ),
-    flag("gemm-bias", gemm, "Gemm_3", "computes it in floats", ONNXRUNTIME),
+    flag("gemm-bias", gemm, "Gemm_3", "computes it in floating point", ONNXRUNTIME),
     *(
-        of("fused-reduction", maximum, (False, *between), (True, *between), "GlobalMaxPool_0", "keeps its r", OPENVINO)
+        of("fused-reduction", maximum, (False, *between), (True, *between), "GlobalMaxPool_0", "stores its r", OPENVINO)
         for between in ((), ("Mul", "Relu"))
     ),
-    apart("fused-reduction", mean_of_tokens, "ReduceMean_0", "multiply its result by the factors of other channels"),
+    apart("fused-reduction", mean_of_tokens, "ReduceMean_0", "multiplies its result by the factors of other channels"),
     apart("fused-product", flat_products, "QuantizeLinear_7", MOVED),
     apart("fused-product", flat_chain, "QuantizeLinear_4", MOVED),
-    apart("fused-product", negative_factors, "QuantizeLinear_1", "factors of channels before it are not all positive"),
+    apart(
+        "fused-product", negative_factors, "QuantizeLinear_1", "the per-channel factors before it are not all positive"
+    ),
     apart("gathered-axis", gathered, "Gather_5", AXIS),
     apart("gathered-axis", indexed_product, "Gather_5", AXIS),
-    apart(
-        "gathered-axis", indexed_bytes, "Gather_4", "moves the zero point of the product that it reads behind it, and"
-    ),
-    apart(
-        "gathered-axis", joined_tokens, "QuantizeLinear_2", "joins its zero point along the axis of the Concat before"
-    ),
+    apart("gathered-axis", indexed_bytes, "Gather_4", "moves the zero point of the operation before it behind it, and"),
+    apart("gathered-axis", joined_tokens, "QuantizeLinear_2", "joins its zero point along the axis of its Concat, and"),
     apart("misread-numbers", scaled_attention, "Mul_6", NUMBERS),
     apart("misread-numbers", scaled_tokens, "Mul_4", NUMBERS),
-    apart("misread-numbers", tied_square, "Transpose_2", "a product reads its square weight as it is"),
+    apart("misread-numbers", tied_square, "Transpose_2", "another operation reads its square weight directly"),
     *(
-        of("shared-product", convolution, (False, True), good, "Conv_3", "openvino may lose its bias where", OPENVINO)
+        of("shared-product", convolution, (False, True), good, "Conv_3", "openvino can lose its bias because", OPENVINO)
         for good in ((True, True), (False, False))
     ),
-    apart("shared-product", shared_product, "Conv_3", "several nodes read it, and it has no bias: openvino can scale"),
-    of("odd-pairs", four_bits, (33,), (34,), DQ0, "a weight of 4 bits with an odd number of inputs: openvi", OPENVINO),
-    of("odd-pairs", four_bits, (33,), (33, "int8"), DQ0, "a weight of 4 bits with an odd number of inputs", OPENVINO),
-    of("mask-range", half_mask, (-65504,), (-30000,), "Mul_5", "the constant -65504"),
-    of("mask-range", half_mask, (-np.inf,), (-30000,), "Mul_5", "the constant -inf"),
-    of("mask-range", cast_mask, (-3.4e38,), (-30000,), "Mul_5", "the constant -3.4e.38"),
-    of("site-kind", attention, UNSIGNED, WIDE | FLOATS, "MatMul_4", "a product of two activations gains", ONNXRUNTIME),
-    of("site-kind", residual, RESIDUAL, RESIDUAL | NEITHER, "Add_9", "an add gains nothing", ONNXRUNTIME),
-    of("site-kind", behind_convolution, (False, True), (True, True), "Add_8", "an add gains nothing", ONNXRUNTIME),
+    apart("shared-product", shared_product, "Conv_3", "several nodes read it, and it has no bias: openvino can apply"),
+    of("odd-pairs", four_bits, (33,), (34,), DQ0, "a 4-bit weight with an odd number of inputs: openvi", OPENVINO),
+    of("odd-pairs", four_bits, (33,), (33, "int8"), DQ0, "a 4-bit weight with an odd number of inputs", OPENVINO),
+    of("mask-range", half_mask, (-65504,), (-30000,), "Mul_5", "the mask constant -65504"),
+    of("mask-range", half_mask, (-np.inf,), (-30000,), "Mul_5", "the mask constant -inf"),
+    of("mask-range", cast_mask, (-3.4e38,), (-30000,), "Mul_5", "the mask constant -3.4e.38"),
+    of("site-kind", attention, UNSIGNED, WIDE | FLOATS, "MatMul_4", "a MatMul of two activations gains", ONNXRUNTIME),
+    of("site-kind", residual, RESIDUAL, RESIDUAL | NEITHER, "Add_9", "an Add gains nothing", ONNXRUNTIME),
+    of("site-kind", behind_convolution, (False, True), (True, True), "Add_8", "an Add gains nothing", ONNXRUNTIME),
     of("saturating-weight", linear, U8 | {"step": 65}, U8 | {"step": 64}, DQ2, "up to 65: onnxruntime-avx2 adds", AVX2),
     of("signedness", linear, WIDE, U8, Q0, "a signed activation leaves half of such products in float", ONNXRUNTIME),
     of("signedness", linear, WIDE, U8, Q0, "a signed activation is a tenth slower on openvino", OPENVINO),
-    of("signedness", attention, UNSIGNED, WIDE, Q0, "an unsigned operand of a product of activations: o", OPENVINO),
+    of("signedness", attention, UNSIGNED, WIDE, Q0, "an unsigned operand of a MatMul of two activations: o", OPENVINO),
 ]
 
 

@@ -340,7 +340,7 @@ def test_a_run_that_its_target_can_do() -> None:
         (
             {"formats": [{"weights": "int4", "block_size": 16}]},
             20,
-            r"opset=20: scales of blocks \(.*\) needs opset 21 or later",
+            r"opset=20: a scale per block \(.*\) needs opset 21 or later",
         ),
         ({}, 18, r"opset=18: torch\.float16 scales need opset 19 or later"),
     ],

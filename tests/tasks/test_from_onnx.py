@@ -230,9 +230,9 @@ def test_recurrent_layers(tmp_path: Path, kind: str, direction: str) -> None:
 @pytest.mark.parametrize(
     ("operator", "gates", "option", "reason"),
     [
-        ("GRU", 3, "", r"a reset before the product \(linear_before_reset = 0\) is not supported"),
+        ("GRU", 3, "", r"linear_before_reset = 0 is not supported"),
         ("RNN", 1, 'activations = ["Sigmoid"],', "other activations"),
-        ("LSTM", 4, 'direction = "reverse",', "a reversed direction alone"),
+        ("LSTM", 4, 'direction = "reverse",', "only the reverse direction"),
     ],
 )
 def test_another_recurrence_is_refused(tmp_path: Path, operator: str, gates: int, option: str, reason: str) -> None:
@@ -275,7 +275,7 @@ def test_a_form_that_torch_lacks_names_its_node(tmp_path: Path) -> None:
     text = "g (float[N, 6] x) => (float[N, 2] y) { [back] y = Slice (x, from, to, axis, step) }"
     places = {"from": np.array([4]), "to": np.array([2]), "axis": np.array([1]), "step": np.array([-1])}
     path = _file(tmp_path, text, places)
-    with pytest.raises(TaskError, match=r"m.onnx: node 'back' \(Slice\): a step of -1 is not supported"):
+    with pytest.raises(TaskError, match=r"m.onnx: node 'back' \(Slice\): the step -1 is not supported"):
         quantizer.from_onnx(path)
 
 
@@ -321,14 +321,14 @@ def test_weights_beside_the_file(tmp_path: Path) -> None:
 
 def test_an_operator_without_a_counterpart_is_named(tmp_path: Path) -> None:
     path = _file(tmp_path, "g (float[N, 4] x) => (float[N, 4] y) { [odd] y = Hardmax (x) }")
-    with pytest.raises(TaskError, match="node 'odd': the operator Hardmax has no counterpart in torch here"):
+    with pytest.raises(TaskError, match="node 'odd': the operator Hardmax is not supported"):
         quantizer.from_onnx(path)
     path = _file(tmp_path, "g (float[N, 4] x) => (float[N, 4] y) { [custom] y = Relu (x) }")
     model = onnx.load(path)
     model.graph.node[0].domain, model.graph.node[0].op_type = "com.example", "Swirl"
     model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
     onnx.save(model, path)
-    with pytest.raises(TaskError, match=r"node 'custom': the operator com.example.Swirl has no counterpart"):
+    with pytest.raises(TaskError, match=r"node 'custom': the operator com.example.Swirl is not supported"):
         quantizer.from_onnx(path)
 
 
@@ -351,9 +351,7 @@ def test_what_is_no_onnx_file(tmp_path: Path) -> None:
         quantizer.from_onnx(path)
 
 
-@pytest.mark.parametrize(
-    ("opset", "match"), [(99, "opset 99 is newer than the installed onnx"), (2, "opset 2 is older than 7")]
-)
+@pytest.mark.parametrize(("opset", "match"), [(99, "opset 99 is newer than opset"), (2, "opset 2 is not supported")])
 def test_opsets_that_are_not_known(tmp_path: Path, opset: int, match: str) -> None:
     path = _file(tmp_path, "g (float[N, 4] x) => (float[N, 4] y) { y = Relu (x) }")
     model = onnx.load(path)

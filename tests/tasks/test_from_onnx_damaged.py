@@ -111,7 +111,7 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
     _no_node(proto)
     path.write_bytes(proto.SerializeToString())
     for read in (from_onnx, lambda path: load_engine("torch", path)):
-        with pytest.raises(QuantizerError, match=r"model\.onnx is damaged, or was written wrongly: .*input 'm' of"):
+        with pytest.raises(QuantizerError, match=r"model\.onnx is damaged or was written wrongly: .*input 'm' of"):
             read(path)
 
 

@@ -1,4 +1,4 @@
-"""Rules, one family a file. Importing this package registers them."""
+"""Rules of ``quantizer check``, one file per family. Importing this package registers them."""
 
 from __future__ import annotations
 

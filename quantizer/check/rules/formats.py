@@ -1,11 +1,4 @@
-"""Rules of formats: those that the target computes with, their zero points and their signedness.
-
-Rules of element types: those of a node's inputs, those that a target has, and the float type of the rest.
-
-Rules of scales: constants, positive, of the float type of the quantized tensor.
-
-Rules of weights: stored in codes, as the product reads them, with a scale for each output channel.
-"""
+"""Rules of number formats, element types, scales and stored weights."""
 
 from __future__ import annotations
 
@@ -45,11 +38,11 @@ def zero_point(subject: Subject) -> Iterator[Fault]:
         if not is_constant(node.inputs[2]):
             yield Fault(name_of(node), "its zero point is computed when the model runs", "quantize symmetrically")
             continue
-        held = constant(node.inputs[2])
-        if held is not None and np.any(held.astype(np.float32)):
-            numbers = held.astype(np.float32).reshape(-1)
+        zeros = constant(node.inputs[2])
+        if zeros is not None and np.any(zeros.astype(np.float32)):
+            numbers = zeros.astype(np.float32).reshape(-1)
             problem = (
-                f"its zero point is {numbers[np.flatnonzero(numbers)[0]]:g}, and {subject.target.name} takes 0 alone"
+                f"its zero point is {numbers[np.flatnonzero(numbers)[0]]:g}, and {subject.target.name} accepts only 0"
             )
             yield Fault(
                 name_of(node), problem, f"quantize symmetrically: zero point 0, scale = largest magnitude / {INT8.qmax}"
@@ -57,23 +50,23 @@ def zero_point(subject: Subject) -> Iterator[Fault]:
 
 
 @rules.add("format")
-def format_taken(subject: Subject) -> Iterator[Fault]:
+def number_format(subject: Subject) -> Iterator[Fault]:
     """Use an activation format that the target computes with, and a weight format that it reads."""
     for node in subject.sources:
         weight = is_constant(node.inputs[0])
-        taken = subject.target.weight_dtypes if weight else subject.target.activation_dtypes
+        accepted = subject.target.weight_dtypes if weight else subject.target.activation_dtypes
         name = format_name(node)
         bias = name == "int32" and weight and subject.limits.integer_bias
-        if name and name not in taken and not bias:
-            what = "constants" if weight else "activations"
-            expected = " or ".join(sorted(kind.upper() for kind in taken))
-            problem = f"{name.upper()} {what}: {subject.target.name} computes with {expected}"
-            yield Fault(name_of(node), problem, f"quantize it to {expected}, or leave it float")
+        if name and name not in accepted and not bias:
+            role = "constants" if weight else "activations"
+            expected = " or ".join(sorted(kind.upper() for kind in accepted))
+            problem = f"{name.upper()} {role}: {subject.target.name} computes with {expected}"
+            yield Fault(name_of(node), problem, f"quantize it to {expected}, or keep it in float")
 
 
 @rules.add("signedness")
 def signedness(subject: Subject) -> Iterator[Fault]:
-    """Use unsigned activations where the target's byte product takes unsigned ones, and signed elsewhere."""
+    """Use unsigned activations where the target's INT8 instruction expects them, and signed ones elsewhere."""
     where = subject.target.unsigned_activations
     for pair in subject.products:
         weighted = any(operand.is_weight for operand in pair)
@@ -86,32 +79,32 @@ def signedness(subject: Subject) -> Iterator[Fault]:
             name = name_of(operand.quantize or operand.dequantize)
             if unsigned and operand.format == INT8.name:
                 problem = f"a signed activation {subject.limits.signed_cost} on {subject.target.name}"
-                yield Fault(name, problem, f"store the same values as UINT8, its zero point larger by {-INT8.qmin}")
+                yield Fault(name, problem, f"store it as UINT8 and add {-INT8.qmin} to its zero point")
             elif where == "weighted" and not weighted and operand.format == UINT8.name:
-                problem = f"an unsigned operand of a product of activations: {subject.target.name} fuses signed ones"
+                problem = (
+                    f"an unsigned operand of a MatMul of two activations: {subject.target.name} fuses only signed ones"
+                )
                 yield Fault(name, problem, "store it as INT8 with zero point 0")
 
 
 @rules.add("saturating-weight")
 def saturating_weight(subject: Subject) -> Iterator[Fault]:
-    """Keep weights within the codes that the target's byte product can add up."""
-    most = subject.target.weight_qmax
-    if most is None:
+    """Keep INT8 weights within the range that the target can accumulate without overflow."""
+    limit = subject.target.weight_qmax
+    if limit is None:
         return
     for pair in subject.products:
         for operand in pair:
-            codes = constant(operand.dequantize.inputs[0]) if operand.is_weight and operand.quantized else None
-            if codes is None or operand.format != INT8.name:
+            values = constant(operand.dequantize.inputs[0]) if operand.is_weight and operand.quantized else None
+            if values is None or operand.format != INT8.name:
                 continue
-            largest = int(np.abs(codes.astype(np.int16)).max())
-            if largest > most:
+            largest = int(np.abs(values.astype(np.int16)).max())
+            if largest > limit:
                 problem = (
-                    f"a weight with codes up to {largest}: {subject.target.name} adds pairs of products in 16 bits, "
-                    f"which hold weights up to {most}"
+                    f"the weight has quantized values up to {largest}: {subject.target.name} adds two products in 16 "
+                    f"bits, which overflows for weights above {limit}"
                 )
-                yield Fault(
-                    name_of(operand.dequantize), problem, f"quantize the weights to codes up to {most} (reduce_range)"
-                )
+                yield Fault(name_of(operand.dequantize), problem, f"limit quantized weights to {limit} (reduce_range)")
 
 
 _OF_ANY_TYPE = frozenset({"Cast", "CastLike", "QuantizeLinear", "DequantizeLinear", "Identity", "Reshape", "Transpose"})
@@ -119,43 +112,43 @@ _OF_ANY_TYPE = frozenset({"Cast", "CastLike", "QuantizeLinear", "DequantizeLinea
 
 @rules.add("mixed-types")
 def mixed_types(subject: Subject) -> Iterator[Fault]:
-    """Give all inputs of an operator that share a type in ONNX one element type."""
+    """Give all inputs that share a type parameter in ONNX the same element type."""
     if any(opset_format(subject)):
-        return  # in an older opset a DequantizeLinear makes float32; that rule reports it more clearly
+        return  # in an older opset a DequantizeLinear returns float32, which the rule opset-format reports
     for node in subject.nodes:
         if is_quantize(node) or is_dequantize(node):
-            continue  # the rule scale-type is for those
+            continue  # the rule scale-type checks them
         for group in type_groups(node, subject.opset):
             types = [element(node.inputs[place]) for place in group.inputs]
             if len(kinds := dict.fromkeys(filter(None, types))) > 1:
-                problem = f"its inputs have different element types, {' and '.join(kinds)}, where ONNX wants one"
-                yield Fault(name_of(node), problem, "cast them to one type, that of the products around")
+                problem = f"its inputs have different element types, {' and '.join(kinds)}, where ONNX requires one"
+                yield Fault(name_of(node), problem, "cast them to the type of the neighboring operations")
 
 
 @rules.add("element-type")
 def element_type(subject: Subject) -> Iterator[Fault]:
-    """Use element types only where the target reads them."""
+    """Use only element types that the target's operators accept."""
     narrow, absent = subject.limits.narrow_inputs, subject.limits.absent_floats
     for node in subject.nodes:
         kinds = {element(value) for value in node.inputs if value is not None}
-        if node.op_type not in _OF_ANY_TYPE and (lacking := sorted(kinds & absent)):
-            problem = f"{subject.target.name} has no {node.op_type} of {lacking[0]}"
+        if node.op_type not in _OF_ANY_TYPE and (unsupported := sorted(kinds & absent)):
+            problem = f"{subject.target.name} has no {node.op_type} of {unsupported[0]}"
             yield Fault(name_of(node), problem, "cast its inputs to FLOAT")
         elif narrow & kinds and not (
             node.op_type in ("Cast", "QuantizeLinear", "DequantizeLinear") or _quantizes(node)
         ):
             kind = sorted(narrow & kinds)[0]
-            problem = f"it reads {kind}, which {subject.target.name} takes as an input of the model alone"
-            yield Fault(name_of(node), problem, f"cast the {kind} input to INT32 or a float type at once")
+            problem = f"it reads {kind}, which {subject.target.name} accepts only as a model input"
+            yield Fault(name_of(node), problem, f"cast the {kind} input to INT32 or a float type first")
 
 
 def _quantizes(node: Any) -> bool:
-    """Return whether a node computes with codes; rules of their own are for those."""
+    """Return whether a node computes with quantized values, which other rules check."""
     return is_quantized_operator(node) or any(is_quantize(maker(value)) for value in node.inputs)
 
 
 @rules.add("unconverted-float32")
-def float32_rest(subject: Subject) -> Iterator[Fault]:
+def unconverted_float32(subject: Subject) -> Iterator[Fault]:
     """Use half precision where the target is strongly typed: FP32 tensors make an FP32 engine."""
     halves = {name for name, ours in WIDTHS.items() if name in HALVES and ours == subject.target.float_dtype}
     if not halves:
@@ -163,14 +156,14 @@ def float32_rest(subject: Subject) -> Iterator[Fault]:
     types = [_float_type(pair[0]) for pair in subject.products]
     if "FLOAT" in types and not set(HALVES) & set(types):
         problem = (
-            f"all {types.count('FLOAT')} products have float32 tensors: {subject.target.name} builds what the graph "
-            "says, so everything that is not quantized runs in float32, without a word"
+            f"all {types.count('FLOAT')} MatMul, Gemm and Conv nodes have float32 tensors: {subject.target.name} uses "
+            "the types of the graph, so non-quantized operations run in float32"
         )
         yield Fault("", problem, f"convert the model to {subject.target.float_dtype} before export, scales included")
 
 
 def _float_type(operand: Operand) -> str:
-    """Return the float type in which a product computes if its operands are not quantized codes."""
+    """Return the float type in which an operation computes without quantization."""
     if operand.quantized and not operand.between:
         return element(operand.dequantize.inputs[1])
     return element(operand.product.inputs[operand.index])
@@ -187,11 +180,13 @@ def scale_constant(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("dynamic-range")
 def dynamic_range(subject: Subject) -> Iterator[Fault]:
-    """Take ranges at run time only where the target has kernels for them."""
+    """Compute ranges at run time only where the target has kernels for it."""
     if subject.target.reads_dynamic or "DynamicQuantizeLinear" in subject.limits.refused:
         return
     for node in subject.dynamic_quantizes:
-        problem = f"{subject.target.name} computes the range in floats, and the products that read the tensor too"
+        problem = (
+            f"{subject.target.name} computes the range, and the operations that read the tensor, in floating point"
+        )
         yield Fault(name_of(node), problem, "calibrate, and store the scale as a constant in a QuantizeLinear")
 
 
@@ -199,26 +194,28 @@ def dynamic_range(subject: Subject) -> Iterator[Fault]:
 def scale_value(subject: Subject) -> Iterator[Fault]:
     """Use finite scales above 0."""
     for node in subject.sources:
-        held = constant(node.inputs[1])
-        if held is None:
+        array = constant(node.inputs[1])
+        if array is None:
             continue
-        scale = held.astype(np.float32).reshape(-1)
+        scale = array.astype(np.float32).reshape(-1)
         wrong = scale[~(np.isfinite(scale) & (scale > 0))]
         if wrong.size:
-            share = f"{wrong.size} of {scale.size} scales are" if scale.size > 1 else "its scale is"
-            problem = f"{share} not a number above 0, such as {wrong[0]}"
+            count = f"{wrong.size} of {scale.size} scales are" if scale.size > 1 else "its scale is"
+            problem = f"{count} not a finite number above 0, such as {wrong[0]}"
             yield Fault(
-                name_of(node), problem, "calibrate with data that reaches this tensor, and use 1 for a range of 0"
+                name_of(node),
+                problem,
+                "calibrate with samples that reach this tensor, and use scale 1 for a range of 0",
             )
 
 
 @rules.add("scale-type")
 def scale_type(subject: Subject) -> Iterator[Fault]:
-    """Give a scale the float type of the tensor that is quantized."""
+    """Give a scale the float type of the tensor that it quantizes."""
     for node in subject.quantizes:
         scale, tensor = element(node.inputs[1]), element(node.inputs[0])
         if scale and tensor and scale != tensor:
-            problem = f"its scale is {scale} and its input {tensor}"
+            problem = f"its scale is {scale} and its input is {tensor}"
             yield Fault(name_of(node), problem, f"store the scale as {tensor}")
     for node in subject.dequantizes:
         before = node.inputs[0].producer()
@@ -226,12 +223,12 @@ def scale_type(subject: Subject) -> Iterator[Fault]:
             continue
         scale, tensor = element(node.inputs[1]), element(before.inputs[1])
         if scale and tensor and scale != tensor:
-            problem = f"its scale is {scale}, that of its QuantizeLinear {tensor}"
+            problem = f"its scale is {scale}, and the scale of its QuantizeLinear is {tensor}"
             yield Fault(name_of(node), problem, f"store both scales as {tensor}")
 
 
 def _weights(subject: Subject) -> Iterator[Operand]:
-    """Yield the quantized weights of products, each once."""
+    """Yield each quantized weight once."""
     seen = set()
     for pair in subject.products:
         for operand in pair:
@@ -242,49 +239,53 @@ def _weights(subject: Subject) -> Iterator[Operand]:
 
 @rules.add("float-weight")
 def float_weight(subject: Subject) -> Iterator[Fault]:
-    """Store weights in codes."""
+    """Store weights as quantized values."""
     for weight in _weights(subject):
         if weight.quantize is not None:
             problem = (
-                "a weight is stored as floats and quantized when the engine is built: the file is larger than needed"
+                "a weight is stored in float and quantized when the engine is built: the file is larger than needed"
             )
-            yield Fault(name_of(weight.quantize), problem, "store the codes, with a DequantizeLinear alone")
+            yield Fault(
+                name_of(weight.quantize), problem, "store the quantized values, and only a DequantizeLinear behind them"
+            )
 
 
 @rules.add("turned-weight")
 def turned_weight(subject: Subject) -> Iterator[Fault]:
-    """Store a weight as the product reads it."""
+    """Store a weight in the layout that the operation reads."""
     for weight in _weights(subject):
         moved = [node for node in weight.between if node.op_type != "Cast"]
         if moved:
-            problem = f"stands between the DequantizeLinear of a weight and {name_of(weight.product)}"
-            yield Fault(name_of(moved[0]), problem, "store the weight as the product reads it: [K, N] for MatMul")
+            problem = f"it is between the DequantizeLinear of a weight and {name_of(weight.product)}"
+            yield Fault(
+                name_of(moved[0]), problem, "store the weight in the layout that the operation reads: [K, N] for MatMul"
+            )
 
 
 @rules.add("odd-pairs")
 def odd_pairs(subject: Subject) -> Iterator[Fault]:
-    """Store a weight of 4 bits with an odd number of inputs in bytes where the target mixes up its rows."""
+    """Store a 4-bit weight with an odd number of inputs as bytes where the target mixes up its rows."""
     for node in filter(has_odd_pairs, subject.nodes) if subject.target.even_pairs else ():
-        problem = f"a weight of 4 bits with an odd number of inputs: {subject.target.name} mixes up its rows"
-        yield Fault(name_of(node), problem, "store the same codes as INT8 (UINT8 for UINT4), or add an input of zeros")
+        problem = f"a 4-bit weight with an odd number of inputs: {subject.target.name} mixes up its rows"
+        yield Fault(name_of(node), problem, "store the same values as INT8 (UINT8 for UINT4), or add an input of zeros")
 
 
 @rules.add("weight-axis")
 def weight_axis(subject: Subject) -> Iterator[Fault]:
-    """Give a weight one scale for each output channel: axis 1 for MatMul, 0 for Gemm with transB and for Conv."""
+    """Give a weight one scale per output channel: axis 1 for MatMul, 0 for Gemm with transB and for Conv."""
     for weight in _weights(subject):
-        scale, held = shape(weight.dequantize.inputs[1]), shape(weight.dequantize.inputs[0])
-        if scale is None or held is None or scale in ((), (1,)) or attribute(weight.dequantize, "block_size", 0):
+        scale, stored = shape(weight.dequantize.inputs[1]), shape(weight.dequantize.inputs[0])
+        if scale is None or stored is None or scale in ((), (1,)) or attribute(weight.dequantize, "block_size", 0):
             continue
-        axis = attribute(weight.dequantize, "axis", 1) % len(held)
-        expected = _channels(weight, len(held))
+        axis = attribute(weight.dequantize, "axis", 1) % len(stored)
+        expected = _channels(weight, len(stored))
         if expected is not None and axis != expected:
             problem = (
-                f"its scales are along axis {axis} of the weight {list(held)}; the output channels of "
+                f"its scales are along axis {axis} of the weight {list(stored)}; the output channels of "
                 f"{weight.product.op_type} {name_of(weight.product)} are on axis {expected}"
             )
             yield Fault(
-                name_of(weight.dequantize), problem, f"quantize the weight with one scale for each {_index(expected)}"
+                name_of(weight.dequantize), problem, f"quantize the weight with one scale per {_index(expected)}"
             )
 
 
@@ -314,7 +315,7 @@ def _channels(weight: Operand, rank: int) -> int | None:
 
 @rules.add("activation-channels")
 def activation_channels(subject: Subject) -> Iterator[Fault]:
-    """Give an activation one scale."""
+    """Quantize activations per tensor: one scale for the whole tensor."""
     for pair in subject.products:
         for operand in pair:
             if operand.is_weight or not operand.quantized:
@@ -322,5 +323,7 @@ def activation_channels(subject: Subject) -> Iterator[Fault]:
             scale = shape(operand.dequantize.inputs[1])
             if scale is not None and scale not in ((), (1,)):
                 node = operand.quantize or operand.dequantize
-                problem = f"an activation with scales {list(scale)}: a product in low precision takes one scale for it"
+                problem = (
+                    f"an activation with scales {list(scale)}: a quantized MatMul, Gemm or Conv needs one scale for it"
+                )
                 yield Fault(name_of(node), problem, "quantize activations per tensor, and weights per channel")

@@ -1,11 +1,4 @@
-"""Rules of operators that compute in low precision by themselves, and of quantizers that are not ONNX's.
-
-Rules of the opset in which a file is written.
-
-Rules of products that are slower in low precision: small ones, and those of a matrix and a vector.
-
-Rules that come before all others: ONNX's own checker, and external data that is complete.
-"""
+"""Rules of the file: ``onnx.checker``, external data, opsets, foreign operators, and sizes too small to gain."""
 
 from __future__ import annotations
 
@@ -32,8 +25,8 @@ _WORDS = ("QLinear", "Integer", "Quantize", "QGemm", "QAttention")
 
 
 def is_quantized_operator(node: Any) -> bool:
-    """Return whether a node computes with quantized codes, or quantizes with an operator other than ONNX's Q/DQ."""
-    plain = is_quantize(node) or is_dequantize(node)  # com.microsoft's are read everywhere as ONNX's
+    """Return whether a node computes with quantized values, or quantizes other than with ONNX's Q/DQ."""
+    plain = is_quantize(node) or is_dequantize(node)  # every target reads the Q and DQ of com.microsoft
     return not plain and any(word in node.op_type for word in _WORDS)
 
 
@@ -45,10 +38,12 @@ def foreign_operator(subject: Subject) -> Iterator[Fault]:
         foreign = node.domain not in (*_ONNX, *subject.limits.own_domains)
         if foreign or node.op_type in subject.limits.refused:
             nodes.setdefault((node.domain, node.op_type), []).append(node)
-    for (domain, kind), found in nodes.items():
-        shown = kind if domain in _ONNX else f"{domain}.{kind}"
-        problem = f"{shown} ({len(found)} in the file) is not read by {subject.target.name}"
-        yield Fault(name_of(found[0]), problem, "quantize in the QDQ format: QuantizeLinear and DequantizeLinear")
+    for (domain, kind), nodes_of_kind in nodes.items():
+        operator = kind if domain in _ONNX else f"{domain}.{kind}"
+        problem = f"{subject.target.name} does not read {operator} ({len(nodes_of_kind)} in the file)"
+        yield Fault(
+            name_of(nodes_of_kind[0]), problem, "quantize in the QDQ format: QuantizeLinear and DequantizeLinear"
+        )
 
 
 _HALF_SCALES, _BLOCKS = FP8.onnx_opset, INT4.onnx_opset
@@ -61,41 +56,41 @@ def opset_range(subject: Subject) -> Iterator[Fault]:
         return
     first, last = subject.limits.opsets
     if not first <= subject.opset <= last:
-        problem = f"opset {subject.opset} is not read by {subject.target.name}, which takes {first} to {last}"
+        problem = f"{subject.target.name} does not read opset {subject.opset}, only opsets {first} to {last}"
         yield Fault("", problem, f"export with opset {subject.target.opset}")
 
 
 @rules.add("opset-format")
 def opset_format(subject: Subject) -> Iterator[Fault]:
-    """Use opset 19 for half scales and FP8, and 21 for INT4 and blocks."""
-    too_new: dict[tuple[str, int], list[Any]] = {}
+    """Use opset 19 for half-precision scales and FP8, and opset 21 for INT4 and blocks."""
+    unsupported: dict[tuple[str, int], list[Any]] = {}
     for node in subject.sources:
-        for what, needed in _needs(node):
+        for feature, needed in _features(node):
             if subject.opset < needed:
-                too_new.setdefault((what, needed), []).append(node)
-    for (what, needed), nodes in too_new.items():
-        problem = f"{what} ({len(nodes)} in the file) needs opset {needed}, the file is written in {subject.opset}"
+                unsupported.setdefault((feature, needed), []).append(node)
+    for (feature, needed), nodes in unsupported.items():
+        problem = f"{feature} ({len(nodes)} in the file) needs opset {needed}, but the file has opset {subject.opset}"
         yield Fault(name_of(nodes[0]), problem, f"export with opset {max(needed, subject.target.opset)}")
 
 
-def _needs(node: Any) -> Iterator[tuple[str, int]]:
-    """Yield each feature that a Q or DQ uses, with the first opset that has it."""
+def _features(node: Any) -> Iterator[tuple[str, int]]:
+    """Yield each feature that a Q or DQ node uses, and the first opset with that feature."""
     name = format_name(node)
     if name in QTYPES:
         yield name.upper(), QTYPES[name].onnx_opset
     if element(node.inputs[1]) in HALVES:
         yield f"a scale in {element(node.inputs[1])}", _HALF_SCALES
     if attribute(node, "block_size", 0):
-        yield "a scale for each block", _BLOCKS
+        yield "a scale per block", _BLOCKS
 
 
-_ADVICE = "leave the product float"
+_ADVICE = "keep this operation in float"
 _Size = int | None
 
 
 @rules.add("small-product")
 def small_product(subject: Subject) -> Iterator[Fault]:
-    """Keep a product with a small K or N in float."""
+    """Keep a MatMul with a small K or N in float."""
     enough = subject.target.min_gemm_dim or 1  # an unknown size counts as large enough
     for pair in _quantized(subject):
         _, k, n = _sizes(pair)
@@ -106,7 +101,7 @@ def small_product(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("matrix-vector")
 def matrix_vector(subject: Subject) -> Iterator[Fault]:
-    """Keep a product of a matrix and a vector in float."""
+    """Keep a matrix-vector multiplication in float."""
     enough = subject.target.min_gemm_dim or 1
     for pair in _quantized(subject):
         m, _, _ = _sizes(pair)
@@ -120,22 +115,22 @@ def _quantized(subject: Subject) -> Iterator[tuple[Operand, Operand]]:
 
 
 def _sizes(pair: tuple[Operand, Operand]) -> tuple[_Size, _Size, _Size]:
-    """Return M, K and N of a product [M, K] by [K, N]; None for an unknown size."""
+    """Return M, K and N of a matrix multiplication [M, K] x [K, N]; None for an unknown size."""
     node = pair[0].product
     left, right = (shape(node.inputs[operand.index]) for operand in pair)
     if node.op_type == "Conv":
-        return None, _product(right[1:]) if right else None, right[0] if right else None
+        return None, _known_product(right[1:]) if right else None, right[0] if right else None
     if node.op_type == "ConvTranspose":
-        return None, right[0] if right else None, _product(right[1:]) if right else None
+        return None, right[0] if right else None, _known_product(right[1:]) if right else None
     left = left[::-1] if left and attribute(node, "transA", 0) else left
     right = right[::-1] if right and attribute(node, "transB", 0) else right
-    # A weight multiplies the rows of all batches in one GEMM; two activations are multiplied batch by batch.
-    m = _product(left[:-1]) if left and pair[1].is_weight else (left[-2] if left and len(left) > 1 else None)
+    # With a weight, all batches form one GEMM; two activations are multiplied batch by batch.
+    m = _known_product(left[:-1]) if left and pair[1].is_weight else (left[-2] if left and len(left) > 1 else None)
     k = left[-1] if left and left[-1] is not None else (right[-2] if right and len(right) > 1 else None)
     return m, k, right[-1] if right and len(right) > 1 else None
 
 
-def _product(sizes: tuple[_Size, ...]) -> _Size:
+def _known_product(sizes: tuple[_Size, ...]) -> _Size:
     known = [size for size in sizes if size is not None]
     return prod(known) if len(known) == len(sizes) else None
 
@@ -144,7 +139,7 @@ def _product(sizes: tuple[_Size, ...]) -> _Size:
 def onnx_checker(subject: Subject) -> Iterator[Fault]:
     """Pass ONNX's own checker."""
     if not subject.refused_by_checker or any(opset_format(subject)):
-        return  # the rule opset-range reports it more clearly
+        return  # the rule opset-format reports it more clearly
     yield Fault("", f"onnx.checker refuses the file: {subject.refused_by_checker}", "export it again")
 
 
@@ -152,4 +147,4 @@ def onnx_checker(subject: Subject) -> Iterator[Fault]:
 def external_data(subject: Subject) -> Iterator[Fault]:
     """Keep external data complete in the model's folder; data elsewhere is not opened."""
     for name, problem in subject.refused_data:
-        yield Fault(name, problem, "put the data file beside the model under that name, or export both again")
+        yield Fault(name, problem, "put the data file beside the model, or export both again")

@@ -1,1 +1,1 @@
-"""ONNX files as ``torch.fx`` graphs of aten operators. Independent of how an engine lowers them."""
+"""Import of ONNX files as ``torch.fx`` graphs of aten operators, independent of the engine that lowers them."""

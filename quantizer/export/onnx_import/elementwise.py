@@ -1,8 +1,7 @@
-"""ONNX operators that compute each element by itself, normalize, quantize or reduce axes.
+"""ONNX operators that compute elements, normalize, quantize or reduce axes.
 
-QuantizeLinear and DequantizeLinear become the operators of ``quantized_decomposed``. With one scale for a whole tensor
-they are calls of their own, which a lowering finds. A constant in codes is given as its codes and a dequantizer; with
-scales along an axis too.
+QuantizeLinear and DequantizeLinear become ``quantized_decomposed`` operators, which a lowering looks for. Constants
+keep their quantized values and a dequantizer.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ TYPES = {
     11: torch.float64,
     16: torch.bfloat16,
 }
-"""Types by ONNX's number."""
+"""torch types by ``TensorProto.DataType``."""
 
 _UNARY = {
     "Abs": aten.abs.default,
@@ -98,8 +97,8 @@ _BINARY = {
     "Xor": aten.logical_xor.default,
 }
 _SELU = (1.67326319217681884765625, 1.05070102214813232421875)
-"""The defaults of ONNX: slope of the exponential part, and factor of the whole."""
-_OF_SIZES = {
+"""Defaults of ONNX: alpha and gamma."""
+_ON_SIZES = {
     "Add": operator.add,
     "Sub": operator.sub,
     "Mul": operator.mul,
@@ -114,20 +113,20 @@ def _unary(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
 
 def _binary(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
     def translate(build: GraphBuilder, node: OnnxNode) -> Value:
-        of_sizes = _sizes(build, node)
-        if of_sizes is not None:
-            return of_sizes
-        made = build.tensor(node.inputs[0])
-        for other in node.inputs[1:]:
-            made = build.call(target, made, build.tensor(other))
-        return made
+        size_result = _sizes(build, node)
+        if size_result is not None:
+            return size_result
+        result = build.tensor(node.inputs[0])
+        for operand in node.inputs[1:]:
+            result = build.call(target, result, build.tensor(operand))
+        return result
 
     return translate
 
 
 def _sizes(build: GraphBuilder, node: OnnxNode) -> Sizes | None:
-    """Return the result where it is made of sizes, item by item; None where it is made of tensors."""
-    compute = _OF_SIZES.get(node.operator)
+    """Return the elementwise result of two lists of sizes; None for tensors."""
+    compute = _ON_SIZES.get(node.operator)
     if compute is None or len(node.inputs) != 2 or not any(isinstance(value, Sizes) for value in node.inputs):
         return None
     left, right = (build.sizes(value) for value in node.inputs)
@@ -136,20 +135,20 @@ def _sizes(build: GraphBuilder, node: OnnxNode) -> Sizes | None:
     count = max(len(left), len(right))
     pairs = zip(left * (count // len(left)), right * (count // len(right)), strict=True)
     items = tuple(_item(build, compute, a, b) for a, b in pairs)
-    return Sizes(items, all(_alone(value) for value in node.inputs))
+    return Sizes(items, all(_is_scalar(value) for value in node.inputs))
 
 
-def _item(build: GraphBuilder, compute: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
-    """Return a size that is computed from two; an axis never has the -1 that stands for a size to be found."""
-    if isinstance(left, int) and isinstance(right, int):
-        return compute(left, right)
-    if compute is operator.eq and any(isinstance(side, int) and side < 0 for side in (left, right)):
+def _item(build: GraphBuilder, compute: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+    """Return a size computed from two sizes; the placeholder -1 never equals a size."""
+    if isinstance(first, int) and isinstance(second, int):
+        return compute(first, second)
+    if compute is operator.eq and any(isinstance(side, int) and side < 0 for side in (first, second)):
         return False
-    return build.call(compute, left, right)
+    return build.call(compute, first, second)
 
 
-def _alone(value: Value | None) -> bool:
-    return value.alone if isinstance(value, Sizes) else isinstance(value, Constant) and value.array.ndim == 0
+def _is_scalar(value: Value | None) -> bool:
+    return value.is_scalar if isinstance(value, Sizes) else isinstance(value, Constant) and value.array.ndim == 0
 
 
 for _name, _target in _UNARY.items():
@@ -160,22 +159,22 @@ for _name, _target in _BINARY.items():
 
 @operators.add("Div")
 def _div(build: GraphBuilder, node: OnnxNode) -> Value:
-    of_sizes = _sizes(build, node)
-    if of_sizes is not None:
-        return of_sizes
+    size_result = _sizes(build, node)
+    if size_result is not None:
+        return size_result
     left, right = (build.tensor(value) for value in node.inputs)
-    whole = any(isinstance(value, Constant) and value.array.dtype.kind in "iu" for value in node.inputs)
-    # ONNX divides whole numbers to a whole number, rounded towards zero.
+    is_integer = any(isinstance(value, Constant) and value.array.dtype.kind in "iu" for value in node.inputs)
+    # Integer division in ONNX rounds towards zero.
     return (
         build.call(aten.div.Tensor_mode, left, right, rounding_mode="trunc")
-        if whole
+        if is_integer
         else build.call(aten.div.Tensor, left, right)
     )
 
 
 @operators.add("Mod")
 def _mod(build: GraphBuilder, node: OnnxNode) -> Value:
-    # The sign is that of the divisor; with fmod, and for floats it must be so, that of the dividend.
+    # The result has the sign of the divisor; with fmod, required for floats, of the dividend.
     target = aten.fmod.Tensor if node.attributes.get("fmod", 0) else aten.remainder.Tensor
     return build.call(target, *(build.tensor(value) for value in node.inputs))
 
@@ -214,16 +213,16 @@ def _thresholded_relu(build: GraphBuilder, node: OnnxNode) -> Value:
 
 @operators.add("Softsign")
 def _softsign(build: GraphBuilder, node: OnnxNode) -> Value:
-    given = build.tensor(node.inputs[0])
-    size = build.call(aten.add.Scalar, build.call(aten.abs.default, given), 1.0)
-    return build.call(aten.div.Tensor, given, size)
+    x = build.tensor(node.inputs[0])
+    size = build.call(aten.add.Scalar, build.call(aten.abs.default, x), 1.0)
+    return build.call(aten.div.Tensor, x, size)
 
 
 @operators.add("Swish")
 def _swish(build: GraphBuilder, node: OnnxNode) -> Value:
-    given = build.tensor(node.inputs[0])
-    gate = build.call(aten.sigmoid.default, build.call(aten.mul.Scalar, given, node.attributes.get("alpha", 1.0)))
-    return build.call(aten.mul.Tensor, given, gate)
+    x = build.tensor(node.inputs[0])
+    gate = build.call(aten.sigmoid.default, build.call(aten.mul.Scalar, x, node.attributes.get("alpha", 1.0)))
+    return build.call(aten.mul.Tensor, x, gate)
 
 
 @operators.add("HardSigmoid")
@@ -245,20 +244,20 @@ def _clip(build: GraphBuilder, node: OnnxNode) -> Value:
 
 @operators.add("Cast")
 def _cast(build: GraphBuilder, node: OnnxNode) -> Value:
-    given, wanted = node.inputs[0], node.attributes["to"]
-    if wanted not in TYPES:
-        raise node.fault(f"torch has no type for ONNX's type {wanted}")
-    if isinstance(given, Sizes) and TYPES[wanted] in (torch.int32, torch.int64):
-        return given
-    return build.call(aten.to.dtype, build.tensor(given), TYPES[wanted])
+    x, dtype = node.inputs[0], node.attributes["to"]
+    if dtype not in TYPES:
+        raise node.error(f"torch has no equivalent of the ONNX element type {dtype}")
+    if isinstance(x, Sizes) and TYPES[dtype] in (torch.int32, torch.int64):
+        return x
+    return build.call(aten.to.dtype, build.tensor(x), TYPES[dtype])
 
 
 @operators.add("Where")
 def _where(build: GraphBuilder, node: OnnxNode) -> Value:
-    chosen, left, right = node.inputs[0], build.sizes(node.inputs[1]), build.sizes(node.inputs[2])
-    if isinstance(chosen, Constant) and any(isinstance(value, Sizes) for value in node.inputs) and left and right:
-        count = max(chosen.array.size, len(left), len(right))
-        flags = np.broadcast_to(chosen.array.reshape(-1), count).tolist()
+    condition, left, right = node.inputs[0], build.sizes(node.inputs[1]), build.sizes(node.inputs[2])
+    if isinstance(condition, Constant) and any(isinstance(value, Sizes) for value in node.inputs) and left and right:
+        count = max(condition.array.size, len(left), len(right))
+        flags = np.broadcast_to(condition.array.reshape(-1), count).tolist()
         pairs = zip(left * (count // len(left)), right * (count // len(right)), strict=True)
         return Sizes(tuple(a if flag else b for flag, (a, b) in zip(flags, pairs, strict=True)))
     return build.call(aten.where.self, *(build.tensor(value) for value in node.inputs))
@@ -276,21 +275,21 @@ def _dropout(build: GraphBuilder, node: OnnxNode) -> Value:
 
 @operators.add("PRelu")
 def _prelu(build: GraphBuilder, node: OnnxNode) -> Value:
-    given, slope = (build.tensor(value) for value in node.inputs)
-    zero = build.call(aten.clamp.default, given, 0.0, None)
-    below = build.call(aten.clamp.default, given, None, 0.0)
-    return build.call(aten.add.Tensor, zero, build.call(aten.mul.Tensor, below, slope))
+    x, slope = (build.tensor(value) for value in node.inputs)
+    positive = build.call(aten.clamp.default, x, 0.0, None)
+    negative = build.call(aten.clamp.default, x, None, 0.0)
+    return build.call(aten.add.Tensor, positive, build.call(aten.mul.Tensor, negative, slope))
 
 
 @operators.add("LayerNormalization")
 def _layer_norm(build: GraphBuilder, node: OnnxNode) -> Value:
     weight = node.inputs[1]
     if not isinstance(weight, Constant):
-        raise node.fault("a weight that is computed is not supported")
-    given, bias = build.tensor(node.inputs[0]), node.input(2)
+        raise node.error("a computed weight is not supported; expected a constant")
+    x, bias = build.tensor(node.inputs[0]), node.input(2)
     return build.call(
         aten.layer_norm.default,
-        given,
+        x,
         list(weight.array.shape),
         build.tensor(weight),
         None if bias is None else build.tensor(bias),
@@ -302,42 +301,42 @@ def _layer_norm(build: GraphBuilder, node: OnnxNode) -> Value:
 def _rms_norm(build: GraphBuilder, node: OnnxNode) -> Value:
     weight = node.inputs[1]
     if not isinstance(weight, Constant):
-        raise node.fault("a weight that is computed is not supported")
+        raise node.error("a computed weight is not supported; expected a constant")
     shape, epsilon = list(weight.array.shape), node.attributes.get("epsilon", 1e-5)
     return build.call(aten.rms_norm.default, build.tensor(node.inputs[0]), shape, build.tensor(weight), epsilon)
 
 
 @operators.add("BatchNormalization")
 def _batch_norm(build: GraphBuilder, node: OnnxNode) -> Value:
-    given, weight, bias, mean, variance = (build.tensor(value) for value in node.inputs[:5])
+    x, weight, bias, mean, variance = (build.tensor(value) for value in node.inputs[:5])
     epsilon = node.attributes.get("epsilon", 1e-5)
-    return build.call(aten.batch_norm.default, given, weight, bias, mean, variance, False, 0.0, epsilon, False)
+    return build.call(aten.batch_norm.default, x, weight, bias, mean, variance, False, 0.0, epsilon, False)
 
 
 @operators.add("GroupNormalization")
 def _group_norm(build: GraphBuilder, node: OnnxNode) -> Value:
-    given, weight, bias = node.inputs
+    x, weight, bias = node.inputs
     groups, epsilon = node.attributes["num_groups"], node.attributes.get("epsilon", 1e-5)
-    weight, bias = (_of_channels(build, node, value, groups) for value in (weight, bias))
-    return build.call(aten.group_norm.default, build.tensor(given), groups, weight, bias, epsilon)
+    weight, bias = (_per_channel(build, node, value, groups) for value in (weight, bias))
+    return build.call(aten.group_norm.default, build.tensor(x), groups, weight, bias, epsilon)
 
 
-def _of_channels(build: GraphBuilder, node: OnnxNode, value: Value | None, groups: int) -> Value:
-    """Return a number for each channel: until opset 20 there was one for each group."""
+def _per_channel(build: GraphBuilder, node: OnnxNode, value: Value | None, groups: int) -> Value:
+    """Return one number per channel; until opset 20, files hold one per group."""
     shape = node.shapes[0]
     channels = shape[1] if shape is not None and len(shape) > 1 else None
     if not isinstance(value, Constant) or value.array.size != groups or channels == groups:
         return build.tensor(value)
     if not isinstance(channels, int):
-        raise node.fault("the number of its channels is not known; export the model again at opset 21 or later")
+        raise node.error("the number of channels is unknown; export the model at opset 21 or later")
     return build.buffer(value.name, as_tensor(value.array.repeat(channels // groups)))
 
 
 @operators.add("InstanceNormalization")
 def _instance_norm(build: GraphBuilder, node: OnnxNode) -> Value:
-    given, weight, bias = (build.tensor(value) for value in node.inputs)
+    x, weight, bias = (build.tensor(value) for value in node.inputs)
     epsilon = node.attributes.get("epsilon", 1e-5)
-    return build.call(aten.instance_norm.default, given, weight, bias, None, None, True, 0.0, epsilon, False)
+    return build.call(aten.instance_norm.default, x, weight, bias, None, None, True, 0.0, epsilon, False)
 
 
 @operators.add("Softmax")
@@ -350,61 +349,63 @@ def _log_softmax(build: GraphBuilder, node: OnnxNode) -> Value:
     return build.call(aten.log_softmax.int, build.tensor(node.inputs[0]), node.attributes.get("axis", -1))
 
 
-_CODES = {kind.name: (kind.storage, kind.qmin, kind.qmax) for kind in (INT8, UINT8)}
+_BOUNDS = {kind.name: (kind.storage, kind.qmin, kind.qmax) for kind in (INT8, UINT8)}
 
 
 def _parameters(node: OnnxNode) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return scale and zero point; the zero point has the type of the codes."""
+    """Return scale and zero point; the zero point has the type of the quantized values."""
     scale, zero = node.inputs[1], node.input(2)
     if not isinstance(scale, Constant) or not (zero is None or isinstance(zero, Constant)):
-        raise node.fault("a scale or zero point that is computed is not supported")
+        raise node.error("a computed scale or zero point is not supported; expected constants")
     if node.attributes.get("block_size", 0):
-        raise node.fault("scales of blocks are not supported; give an axis one scale each")
+        raise node.error("block scales are not supported; use one scale per index of an axis")
     if isinstance(zero, Constant):
         points = zero.array
     else:
         codes = node.inputs[0]
-        given = codes.array.dtype if isinstance(codes, Constant) and node.operator == "DequantizeLinear" else None
-        points = np.zeros(scale.array.shape, given or ("uint8" if node.operator == "QuantizeLinear" else "int8"))
+        x = codes.array.dtype if isinstance(codes, Constant) and node.operator == "DequantizeLinear" else None
+        points = np.zeros(scale.array.shape, x or ("uint8" if node.operator == "QuantizeLinear" else "int8"))
     return scale.array, points
 
 
 def _bounds(node: OnnxNode, points: np.ndarray[Any, Any]) -> tuple[torch.dtype, int, int]:
-    if points.dtype.name not in _CODES:
-        raise node.fault(f"codes of type {points.dtype.name} are not supported; INT8 is")
-    return _CODES[points.dtype.name]
+    if points.dtype.name not in _BOUNDS:
+        raise node.error(f"quantized values of type {points.dtype.name} are not supported; use INT8 or UINT8")
+    return _BOUNDS[points.dtype.name]
 
 
 @operators.add("QuantizeLinear")
 def _quantize(build: GraphBuilder, node: OnnxNode) -> Value:
     scale, points = _parameters(node)
     dtype, least, most = _bounds(node, points)
-    given = build.tensor(node.inputs[0])
+    x = build.tensor(node.inputs[0])
     if scale.size == 1:
         target = torch.ops.quantized_decomposed.quantize_per_tensor.default
-        return build.call(target, given, float(scale.item()), int(points.item()), least, most, dtype)
+        return build.call(target, x, float(scale.item()), int(points.item()), least, most, dtype)
     target = torch.ops.quantized_decomposed.quantize_per_channel.default
     tensors = _vectors(build, node, scale, points)
-    return build.call(target, given, *tensors, node.attributes.get("axis", 1), least, most, dtype)
+    return build.call(target, x, *tensors, node.attributes.get("axis", 1), least, most, dtype)
 
 
 @operators.add("DequantizeLinear")
 def _dequantize(build: GraphBuilder, node: OnnxNode) -> Value:
     scale, points = _parameters(node)
     codes = node.inputs[0]
-    if isinstance(codes, Constant) and codes.array.dtype.name not in _CODES:
-        # INT32 biases, and INT4 weights: floats from here on.
-        return Constant(f"{codes.name}.float", _floats(codes.array, scale, points, node.attributes.get("axis", 1)))
+    if isinstance(codes, Constant) and codes.array.dtype.name not in _BOUNDS:
+        # INT32 biases and INT4 weights become floats.
+        return Constant(
+            f"{codes.name}.float", _dequantized_constant(codes.array, scale, points, node.attributes.get("axis", 1))
+        )
     if node.input(2) is None and isinstance(codes, torch.fx.Node):
         points = points.astype("uint8" if torch.uint8 in codes.args else "int8")
     dtype, least, most = _bounds(node, points)
-    given = build.tensor(codes)
+    x = build.tensor(codes)
     if scale.size == 1:
         target = torch.ops.quantized_decomposed.dequantize_per_tensor.default
-        return build.call(target, given, float(scale.item()), int(points.item()), least, most, dtype)
+        return build.call(target, x, float(scale.item()), int(points.item()), least, most, dtype)
     target = torch.ops.quantized_decomposed.dequantize_per_channel.default
     tensors = _vectors(build, node, scale, points)
-    return build.call(target, given, *tensors, node.attributes.get("axis", 1), least, most, dtype)
+    return build.call(target, x, *tensors, node.attributes.get("axis", 1), least, most, dtype)
 
 
 def _vectors(build: GraphBuilder, node: OnnxNode, scale: Any, points: Any) -> tuple[torch.fx.Node, torch.fx.Node]:
@@ -414,13 +415,13 @@ def _vectors(build: GraphBuilder, node: OnnxNode, scale: Any, points: Any) -> tu
     )
 
 
-def _floats(codes: Any, scale: Any, points: Any, axis: int) -> np.ndarray[Any, Any]:
+def _dequantized_constant(integers: Any, scale: Any, points: Any, axis: int) -> np.ndarray[Any, Any]:
     if scale.size > 1:
-        shape = [1] * codes.ndim
+        shape = [1] * integers.ndim
         shape[axis] = -1
         scale, points = scale.reshape(shape), points.reshape(shape)
-    made: np.ndarray[Any, Any] = ((codes.astype("int64") - points.astype("int64")) * scale).astype(scale.dtype)
-    return made
+    values: np.ndarray[Any, Any] = ((integers.astype("int64") - points.astype("int64")) * scale).astype(scale.dtype)
+    return values
 
 
 _REDUCTIONS = {
@@ -434,25 +435,25 @@ _REDUCTIONS = {
 def _axes(build: GraphBuilder, node: OnnxNode) -> list[int] | None:
     if node.input(1) is not None:
         return build.needed_sizes(node, 1)
-    found: list[int] | None = node.attributes.get("axes")
-    return found
+    axes: list[int] | None = node.attributes.get("axes")
+    return axes
 
 
 def _axes_to_reduce(build: GraphBuilder, node: OnnxNode) -> list[int] | None:
-    """Return the axes of a reduction that is more than a sum of values; None: all."""
+    """Return the axes of a reduction other than a plain sum; None for all axes."""
     axes = _axes(build, node) or None
     if node.attributes.get("noop_with_empty_axes", 0) and axes is None:
-        raise node.fault("a reduction of no axis is not supported")
+        raise node.error("a reduction over no axes is not supported")
     return axes
 
 
 def _reduction(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
     def translate(build: GraphBuilder, node: OnnxNode) -> Value:
         axes = _axes(build, node)
-        given, kept = build.tensor(node.inputs[0]), bool(node.attributes.get("keepdims", 1))
+        x, keepdims = build.tensor(node.inputs[0]), bool(node.attributes.get("keepdims", 1))
         if node.attributes.get("noop_with_empty_axes", 0) and not axes:
-            return given
-        return build.call(target, given, list(axes or ()), kept)
+            return x
+        return build.call(target, x, list(axes or ()), keepdims)
 
     return translate
 
@@ -463,8 +464,8 @@ for _name, _target in _REDUCTIONS.items():
 
 def _norm(order: int) -> Callable[[GraphBuilder, OnnxNode], Value]:
     def translate(build: GraphBuilder, node: OnnxNode) -> Value:
-        axes, kept = _axes_to_reduce(build, node), bool(node.attributes.get("keepdims", 1))
-        return build.call(aten.linalg_vector_norm.default, build.tensor(node.inputs[0]), order, axes, kept)
+        axes, keepdims = _axes_to_reduce(build, node), bool(node.attributes.get("keepdims", 1))
+        return build.call(aten.linalg_vector_norm.default, build.tensor(node.inputs[0]), order, axes, keepdims)
 
     return translate
 
@@ -476,54 +477,54 @@ operators.add("ReduceL2")(_norm(2))
 @operators.add("ReduceSumSquare")
 def _reduce_sum_square(build: GraphBuilder, node: OnnxNode) -> Value:
     squares = build.call(aten.square.default, build.tensor(node.inputs[0]))
-    axes, kept = _axes_to_reduce(build, node), bool(node.attributes.get("keepdims", 1))
-    return build.call(aten.sum.dim_IntList, squares, axes, kept)
+    axes, keepdims = _axes_to_reduce(build, node), bool(node.attributes.get("keepdims", 1))
+    return build.call(aten.sum.dim_IntList, squares, axes, keepdims)
 
 
 @operators.add("ReduceLogSumExp")
 def _reduce_log_sum_exp(build: GraphBuilder, node: OnnxNode) -> Value:
-    axes, kept = _axes_to_reduce(build, node), bool(node.attributes.get("keepdims", 1))
+    axes, keepdims = _axes_to_reduce(build, node), bool(node.attributes.get("keepdims", 1))
     if axes is None:
-        raise node.fault("a reduction without axes is not supported; state its axes")
-    return build.call(aten.logsumexp.default, build.tensor(node.inputs[0]), axes, kept)
+        raise node.error("a reduction without axes is not supported; specify its axes")
+    return build.call(aten.logsumexp.default, build.tensor(node.inputs[0]), axes, keepdims)
 
 
 @operators.add("ReduceProd")
 def _reduce_prod(build: GraphBuilder, node: OnnxNode) -> Value:
-    given, axes = node.inputs[0], _axes_to_reduce(build, node)
-    if isinstance(given, Sizes):
-        return _product_of_sizes(build, given, bool(node.attributes.get("keepdims", 1)))
+    x, axes = node.inputs[0], _axes_to_reduce(build, node)
+    if isinstance(x, Sizes):
+        return _product_of_sizes(build, x, bool(node.attributes.get("keepdims", 1)))
     if axes is None or len(axes) != 1:
-        raise node.fault("a product over several axes is not supported")
-    return build.call(aten.prod.dim_int, build.tensor(given), axes[0], bool(node.attributes.get("keepdims", 1)))
+        raise node.error("a product over several axes is not supported")
+    return build.call(aten.prod.dim_int, build.tensor(x), axes[0], bool(node.attributes.get("keepdims", 1)))
 
 
-def _product_of_sizes(build: GraphBuilder, given: Sizes, kept: bool) -> Sizes:
+def _product_of_sizes(build: GraphBuilder, x: Sizes, keepdims: bool) -> Sizes:
     import operator
 
     product: Any = 1
-    for item in given.items:
-        whole = isinstance(product, int) and isinstance(item, int)
-        product = product * item if whole else build.call(operator.mul, product, item)
-    return Sizes((product,), alone=not kept)
+    for item in x.items:
+        is_static = isinstance(product, int) and isinstance(item, int)
+        product = product * item if is_static else build.call(operator.mul, product, item)
+    return Sizes((product,), is_scalar=not keepdims)
 
 
-def _place(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
+def _arg_reduction(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
     def translate(build: GraphBuilder, node: OnnxNode) -> Value:
-        axis, kept = node.attributes.get("axis", 0), bool(node.attributes.get("keepdims", 1))
-        return build.call(target, build.tensor(node.inputs[0]), axis, kept)
+        axis, keepdims = node.attributes.get("axis", 0), bool(node.attributes.get("keepdims", 1))
+        return build.call(target, build.tensor(node.inputs[0]), axis, keepdims)
 
     return translate
 
 
-operators.add("ArgMax")(_place(aten.argmax.default))
-operators.add("ArgMin")(_place(aten.argmin.default))
+operators.add("ArgMax")(_arg_reduction(aten.argmax.default))
+operators.add("ArgMin")(_arg_reduction(aten.argmin.default))
 
 
 @operators.add("CumSum")
 def _cumsum(build: GraphBuilder, node: OnnxNode) -> Value:
     if node.attributes.get("exclusive", 0) or node.attributes.get("reverse", 0):
-        raise node.fault("an exclusive or reversed sum is not supported")
+        raise node.error("an exclusive or reversed sum is not supported")
     return build.call(aten.cumsum.default, build.tensor(node.inputs[0]), build.needed_sizes(node, 1)[0])
 
 
@@ -531,7 +532,7 @@ def _global_pool(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
     def translate(build: GraphBuilder, node: OnnxNode) -> Value:
         rank = node.ranks[0]
         if rank is None:
-            raise node.fault("the rank of its input is not known; export the model again")
+            raise node.error("the rank of its input is unknown; export the model again")
         return build.call(target, build.tensor(node.inputs[0]), list(range(2, rank)), True)
 
     return translate

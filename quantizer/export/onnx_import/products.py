@@ -1,4 +1,4 @@
-"""ONNX operators with weights: products of matrices, convolutions, pooling and recurrent layers."""
+"""ONNX operators with weights: matrix multiplications, convolutions, pooling and recurrent layers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def _gemm(build: GraphBuilder, node: OnnxNode) -> Value:
         left = build.call(aten.permute.default, left, [1, 0])
     if node.attributes.get("transB", 0):
         right = build.call(aten.permute.default, right, [1, 0])
-    made = _scaled(build, build.call(aten.matmul.default, left, right), node.attributes.get("alpha", 1.0))
+    result = _scaled(build, build.call(aten.matmul.default, left, right), node.attributes.get("alpha", 1.0))
     if node.input(2) is None:
-        return made
+        return result
     bias = _scaled(build, build.tensor(node.inputs[2]), node.attributes.get("beta", 1.0))
-    return build.call(aten.add.Tensor, made, bias)
+    return build.call(aten.add.Tensor, result, bias)
 
 
-def _scaled(build: GraphBuilder, made: torch.fx.Node, factor: float) -> torch.fx.Node:
-    return made if factor == 1.0 else build.call(aten.mul.Scalar, made, factor)
+def _scaled(build: GraphBuilder, value: torch.fx.Node, factor: float) -> torch.fx.Node:
+    return value if factor == 1.0 else build.call(aten.mul.Scalar, value, factor)
 
 
 @operators.add("Einsum")
@@ -45,14 +45,14 @@ def _einsum(build: GraphBuilder, node: OnnxNode) -> Value:
 
 
 def _window(build: GraphBuilder, node: OnnxNode, kernel: int) -> tuple[Any, dict[str, Any]]:
-    """Return the input, padded where torch cannot pad as ONNX asks, and stride, padding and dilation."""
+    """Return the input, padded if torch cannot pad like ONNX, and stride, padding and dilation."""
     before, after = _pads(node, kernel)
-    given = build.tensor(node.inputs[0])
+    x = build.tensor(node.inputs[0])
     if before != after:
         order = [size for axis in reversed(range(kernel)) for size in (before[axis], after[axis])]
         least = float("-inf") if node.operator == "MaxPool" else 0.0
-        given, before = build.call(aten.constant_pad_nd.default, given, order, least), [0] * kernel
-    return given, {
+        x, before = build.call(aten.constant_pad_nd.default, x, order, least), [0] * kernel
+    return x, {
         "stride": list(node.attributes.get("strides", [1] * kernel)),
         "padding": before,
         "dilation": list(node.attributes.get("dilations", [1] * kernel)),
@@ -60,22 +60,22 @@ def _window(build: GraphBuilder, node: OnnxNode, kernel: int) -> tuple[Any, dict
 
 
 def _pads(node: OnnxNode, kernel: int) -> tuple[list[int], list[int]]:
-    """Return how much an input is padded before and behind, along each axis of the kernel."""
-    asked = node.attributes.get("auto_pad", "NOTSET")
-    pads = node.attributes.get("pads", [0] * 2 * kernel) if asked == "NOTSET" else [0] * 2 * kernel
-    if asked in ("NOTSET", "VALID"):
+    """Return the padding before and after each axis of the kernel."""
+    auto_pad = node.attributes.get("auto_pad", "NOTSET")
+    pads = node.attributes.get("pads", [0] * 2 * kernel) if auto_pad == "NOTSET" else [0] * 2 * kernel
+    if auto_pad in ("NOTSET", "VALID"):
         return list(pads[:kernel]), list(pads[kernel:])
     weight = node.attributes.get("kernel_shape") or (node.shapes[1] or ())[2:]
     strides = node.attributes.get("strides", [1] * kernel)
     dilations = node.attributes.get("dilations", [1] * kernel)
-    whole = []
+    totals = []
     for axis, (length, step, dilation) in enumerate(zip(weight, strides, dilations, strict=True)):
         reach, size = (length - 1) * dilation, (node.shapes[0] or (None,) * (kernel + 2))[axis + 2]
         if node.operator == "ConvTranspose" or (step > 1 and size is None):
-            raise node.fault(f"auto_pad {asked} of an input of unknown sizes is not supported; export the model again")
-        whole.append(reach if step == 1 or size is None else max((-(-size // step) - 1) * step + reach + 1 - size, 0))
-    small, large = [total // 2 for total in whole], [total - total // 2 for total in whole]
-    return (small, large) if asked == "SAME_UPPER" else (large, small)
+            raise node.error(f"auto_pad {auto_pad} with unknown input sizes is not supported; export the model again")
+        totals.append(reach if step == 1 or size is None else max((-(-size // step) - 1) * step + reach + 1 - size, 0))
+    small, large = [total // 2 for total in totals], [total - total // 2 for total in totals]
+    return (small, large) if auto_pad == "SAME_UPPER" else (large, small)
 
 
 @operators.add("Conv")
@@ -91,14 +91,14 @@ def _conv_transpose(build: GraphBuilder, node: OnnxNode) -> Value:
 def _convolution(build: GraphBuilder, node: OnnxNode, *, transposed: bool) -> Value:
     rank = node.ranks[0] or node.ranks[1]
     if rank is None:
-        raise node.fault("the rank of its input is not known; export the model again")
-    given, window = _window(build, node, rank - 2)
-    if transposed and given is not build.tensor(node.inputs[0]):
-        raise node.fault("uneven padding is not supported")
+        raise node.error("the rank of its input is unknown; export the model again")
+    x, window = _window(build, node, rank - 2)
+    if transposed and x is not build.tensor(node.inputs[0]):
+        raise node.error("uneven padding is not supported")
     bias = None if node.input(2) is None else build.tensor(node.inputs[2])
     return build.call(
         aten.convolution.default,
-        given,
+        x,
         build.tensor(node.inputs[1]),
         bias,
         window["stride"],
@@ -113,10 +113,10 @@ def _convolution(build: GraphBuilder, node: OnnxNode, *, transposed: bool) -> Va
 @operators.add("MaxPool")
 def _max_pool(build: GraphBuilder, node: OnnxNode) -> Value:
     kernel = list(node.attributes["kernel_shape"])
-    given, window = _window(build, node, len(kernel))
+    x, window = _window(build, node, len(kernel))
     ceil = bool(node.attributes.get("ceil_mode", 0))
     target = {1: aten.max_pool1d.default, 2: aten.max_pool2d.default, 3: aten.max_pool3d.default}[len(kernel)]
-    return build.call(target, given, kernel, window["stride"], window["padding"], window["dilation"], ceil)
+    return build.call(target, x, kernel, window["stride"], window["padding"], window["dilation"], ceil)
 
 
 @operators.add("AveragePool")
@@ -124,30 +124,30 @@ def _average_pool(build: GraphBuilder, node: OnnxNode) -> Value:
     kernel = list(node.attributes["kernel_shape"])
     pads = node.attributes.get("pads", [0] * 2 * len(kernel))
     if pads[: len(kernel)] != pads[len(kernel) :]:
-        raise node.fault("uneven padding is not supported")
-    given, window = _window(build, node, len(kernel))
+        raise node.error("uneven padding is not supported")
+    x, window = _window(build, node, len(kernel))
     if any(step != 1 for step in window["dilation"]):
-        raise node.fault("dilations are not supported")
+        raise node.error("dilations are not supported")
     ceil, counted = bool(node.attributes.get("ceil_mode", 0)), bool(node.attributes.get("count_include_pad", 0))
     target = {1: aten.avg_pool1d.default, 2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}[len(kernel)]
-    return build.call(target, given, kernel, window["stride"], window["padding"], ceil, counted)
+    return build.call(target, x, kernel, window["stride"], window["padding"], ceil, counted)
 
 
-_PLAIN = ("activation_alpha", "activation_beta", "clip", "input_forget", "layout")
+_UNSUPPORTED = ("activation_alpha", "activation_beta", "clip", "input_forget", "layout")
 _HIDDEN, _CELL, _PEEPHOLES = 5, 6, 7  # inputs of a node
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A recurrence of torch."""
+    """Recurrent operator of torch, with the order of its gates in ONNX's order, and its activations."""
 
     function: Any
     order: tuple[int, ...]
     activations: list[str]
 
 
-# ONNX lists the gates of an LSTM as input, output, forget and cell, torch as input, forget, cell and output; those of a
-# GRU as update, reset and new, torch as reset, update and new.
+# LSTM gates in ONNX: input, output, forget, cell; in torch: input, forget, cell, output.
+# GRU gates in ONNX: update, reset, new; in torch: reset, update, new.
 _LSTM = _Cell(aten.lstm.input, (0, 2, 3, 1), ["Sigmoid", "Tanh", "Tanh"])
 _GRU = _Cell(aten.gru.input, (1, 0, 2), ["Sigmoid", "Tanh"])
 _RNN = _Cell(aten.rnn_tanh.input, (0,), ["Tanh"])
@@ -158,50 +158,54 @@ _RNN_OF_RELU = _Cell(aten.rnn_relu.input, (0,), ["Relu"])
 def _lstm(build: GraphBuilder, node: OnnxNode) -> tuple[Value, ...]:
     _check(node, _LSTM)
     states = [_state(build, node, place) for place in (_HIDDEN, _CELL)]
-    return _called(build, node, _LSTM, states)
+    return _run_cell(build, node, _LSTM, states)
 
 
 @operators.add("GRU")
 def _gru(build: GraphBuilder, node: OnnxNode) -> tuple[Value, ...]:
     _check(node, _GRU)
     if not node.attributes.get("linear_before_reset"):
-        raise node.fault("a reset before the product (linear_before_reset = 0) is not supported: torch resets after it")
-    return _called(build, node, _GRU, _state(build, node, _HIDDEN))
+        raise node.error(
+            "linear_before_reset = 0 is not supported: torch applies the reset gate after the matrix multiplication"
+        )
+    return _run_cell(build, node, _GRU, _state(build, node, _HIDDEN))
 
 
 @operators.add("RNN")
 def _rnn(build: GraphBuilder, node: OnnxNode) -> tuple[Value, ...]:
     cell = _RNN_OF_RELU if "Relu" in _activations(node) else _RNN
     _check(node, cell)
-    return _called(build, node, cell, _state(build, node, _HIDDEN))
+    return _run_cell(build, node, cell, _state(build, node, _HIDDEN))
 
 
 def _check(node: OnnxNode, cell: _Cell) -> None:
-    """Raise for what torch's recurrence does not compute."""
-    given = _activations(node)
-    unusual = given != cell.activations * (len(given) // len(cell.activations))
-    unusual = unusual or any(node.attributes.get(name) for name in _PLAIN)
+    """Raise for features that torch's recurrent operators lack."""
+    activations = _activations(node)
+    unusual = activations != cell.activations * (len(activations) // len(cell.activations))
+    unusual = unusual or any(node.attributes.get(name) for name in _UNSUPPORTED)
     lengths, peepholes = node.input(4) is not None, cell is _LSTM and node.input(_PEEPHOLES) is not None
     if unusual or lengths or peepholes or node.attributes.get("direction") == "reverse":
-        raise node.fault("lengths, peepholes, other activations and a reversed direction alone are not supported")
+        raise node.error(
+            "sequence lengths, peepholes, other activations and only the reverse direction are not supported"
+        )
     if not all(isinstance(node.input(place), Constant) for place in (1, 2)):
-        raise node.fault("weights that are computed are not supported")
+        raise node.error("computed weights are not supported; expected constants")
 
 
 def _activations(node: OnnxNode) -> list[str]:
     return [value.decode() if isinstance(value, bytes) else value for value in node.attributes.get("activations", [])]
 
 
-def _called(build: GraphBuilder, node: OnnxNode, cell: _Cell, states: Any) -> tuple[Value, ...]:
-    """Return the outputs and the last states of a node."""
+def _run_cell(build: GraphBuilder, node: OnnxNode, cell: _Cell, states: Any) -> tuple[Value, ...]:
+    """Return all outputs and the last states of a recurrent node."""
     directions, has_bias = _directions(node), node.input(3) is not None
-    given, weights = build.tensor(node.inputs[0]), _weights(build, node, cell)
+    x, weights = build.tensor(node.inputs[0]), _weights(build, node, cell)
     train, batch_first = False, False
-    found = build.call(cell.function, given, states, weights, has_bias, 1, 0.0, train, directions == 2, batch_first)
-    every, *last = (build.call(operator.getitem, found, place) for place in range(3 if cell is _LSTM else 2))
-    # torch has the directions side by side [T, B, D * H]; ONNX in an axis of their own [T, D, B, H].
-    apart = build.call(aten.unflatten.int, every, 2, [directions, int(node.attributes["hidden_size"])])
-    return build.call(aten.permute.default, apart, [0, 2, 1, 3]), *last
+    outputs = build.call(cell.function, x, states, weights, has_bias, 1, 0.0, train, directions == 2, batch_first)
+    every, *last = (build.call(operator.getitem, outputs, place) for place in range(3 if cell is _LSTM else 2))
+    # torch concatenates the directions, [T, B, D * H]; ONNX has an axis for them, [T, D, B, H].
+    split = build.call(aten.unflatten.int, every, 2, [directions, int(node.attributes["hidden_size"])])
+    return build.call(aten.permute.default, split, [0, 2, 1, 3]), *last
 
 
 def _directions(node: OnnxNode) -> int:
@@ -209,8 +213,8 @@ def _directions(node: OnnxNode) -> int:
 
 
 def _weights(build: GraphBuilder, node: OnnxNode, cell: _Cell) -> list[fx.Node]:
-    found = []
-    values = [node.input(place) for place in (1, 2, 3)]
+    weights = []
+    values = [node.input(gate) for gate in (1, 2, 3)]
     arrays: list[Any] = [value.array if isinstance(value, Constant) else None for value in values]
     for direction in range(len(arrays[0])):
         parts = [arrays[0][direction], arrays[1][direction]]
@@ -219,9 +223,9 @@ def _weights(build: GraphBuilder, node: OnnxNode, cell: _Cell) -> list[fx.Node]:
         names = ("weight", "recurrent_weight", "bias", "recurrent_bias")
         for name, part in zip(names, parts, strict=False):
             gates = np.split(part, len(cell.order))
-            ordered = np.concatenate([gates[place] for place in cell.order])
-            found.append(build.buffer(f"{node.name}.{name}.{direction}", as_tensor(ordered)))
-    return found
+            ordered = np.concatenate([gates[gate] for gate in cell.order])
+            weights.append(build.buffer(f"{node.name}.{name}.{direction}", as_tensor(ordered)))
+    return weights
 
 
 def _state(build: GraphBuilder, node: OnnxNode, place: int) -> fx.Node:

@@ -76,37 +76,37 @@ PASSES: tuple[GraphPass, ...] = (
     ClampMasks(),
     DropUnreadNodes(),
 )
-"""Those of every file; names come behind them."""
+"""Passes of every export; ``NameNodes`` runs after them."""
 
 graph_passes: Registry[GraphPass] = Registry("graph pass", of="object", has=("requires", "run", "ensures"))
-"""Those of other packages, for every file too: ``graph_passes.add(name)(MyPass())`` adds one."""
+"""Passes of other packages, run for every export: ``graph_passes.add(name)(MyPass())`` registers one."""
 
 
 def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple[GraphPass, ...]:
-    """Return the passes of a file for a target, or for none."""
-    name = next(theirs for theirs, ours in WIDTHS.items() if ours == dtype)
-    # First, as other passes look at what a product reads.
+    """Return the graph passes of an export for a target; without a target, the common passes."""
+    name = next(onnx_name for onnx_name, torch_name in WIDTHS.items() if torch_name == dtype)
+    # First, because other passes look at the inputs of matrix multiplications.
     types = FloatTypes(name, () if target is None else target.graph_rules.absent_floats)
-    asked: list[GraphPass] = []
+    of_target: list[GraphPass] = []
     if target is not None and target.graph_rules.narrow_inputs:
-        asked.append(BytesFirst(target.graph_rules.narrow_inputs))
+        of_target.append(BytesFirst(target.graph_rules.narrow_inputs))
     if target is not None and target.unsigned_activations != "none":
-        asked.append(UnsignedActivations(target.unsigned_activations))
+        of_target.append(UnsignedActivations(target.unsigned_activations))
     if target is not None and (target.unfused_reductions or target.misread_reductions):
-        asked.append(FactorsBeforeReductions(target.misread_reductions))
-        asked.append(UnfusedReductions(target.unfused_reductions, target.misread_reductions))
+        of_target.append(FactorsBeforeReductions(target.misread_reductions))
+        of_target.append(UnfusedReductions(target.unfused_reductions, target.misread_reductions))
     if target is not None and target.unfused_products:
-        asked += [UnfusedProducts(), NumbersBehindProducts(), WeightsReadOneWay()]
+        of_target += [UnfusedProducts(), NumbersBehindProducts(), WeightsReadOneWay()]
     if target is not None and target.unshared_products:
-        asked += [BiasesApart(), UnsharedProducts()]
+        of_target += [BiasesApart(), UnsharedProducts()]
     if target is not None and target.kept_axes:
-        asked += [GathersApart(), KeptAxes(), ConcatsBeforeQuantize()]
+        of_target += [GathersApart(), KeptAxes(), ConcatsBeforeQuantize()]
     if target is not None and target.even_pairs:
-        asked.append(PairsOfCodes())
+        of_target.append(PairsOfCodes())
     if target is not None and target.quantizes_outputs:
-        asked += [MovesOfCodes(), PlainSoftplus()]
+        of_target += [MovesOfCodes(), PlainSoftplus()]
     if target is not None and target.row_codes:
-        asked.append(RowsOfCodes())
+        of_target.append(RowsOfCodes())
     if target is not None and target.unfused_rectifiers:
-        asked.append(UnfusedRectifiers())
-    return types, *PASSES, *asked, *(graph_passes[name] for name in graph_passes), NameNodes()
+        of_target.append(UnfusedRectifiers())
+    return types, *PASSES, *of_target, *(graph_passes[name] for name in graph_passes), NameNodes()

@@ -1,12 +1,4 @@
-"""Interface of a graph pass: a change of the graph with a precondition and a postcondition, both checked.
-
-Pass that names nodes and tensors by module and operation, and removes traces of the exporting machine.
-
-The exporter calls nodes ``node_linear_7`` and their results ``val_7``, and keeps each node's stack trace, with its
-paths, in the file.
-
-Pass that removes unread nodes and constants: remains of other passes, and Q/DQ pairs without a consumer.
-"""
+"""Interface of graph passes, helpers to edit a graph, and the passes ``NameNodes`` and ``DropUnreadNodes``."""
 
 from __future__ import annotations
 
@@ -29,24 +21,24 @@ logger = logging.getLogger(__name__)
 
 
 class GraphPass(Protocol):
-    """Change of an ``onnx_ir.Model`` in place."""
+    """Change of an ``onnx_ir.Model`` in place, with a precondition and a postcondition."""
 
     def requires(self, model: Any) -> str | None:
-        """Return what is wrong with the graph before the pass; None if nothing is."""
+        """Return why the pass cannot start on this graph; None if it can."""
 
     def run(self, model: Any) -> int:
-        """Change the graph and return the number of changed places."""
+        """Change the graph and return the number of changes."""
 
     def ensures(self, model: Any) -> str | None:
-        """Return what is still wrong after the pass; None if nothing is."""
+        """Return why the pass did not finish its work; None if it did."""
 
 
 class MatchPass(ABC, Generic[Match]):
-    """Pass that changes each node that matches, and ensures that none is left.
+    """Pass that changes each matching node, and ensures that no match remains.
 
     Attributes:
-        left: message for a node that is left; its name follows.
-        backwards: visit the nodes from the last to the first.
+        left: message for a remaining match, followed by its name.
+        backwards: visit the nodes from last to first.
     """
 
     left: ClassVar[str]
@@ -54,11 +46,11 @@ class MatchPass(ABC, Generic[Match]):
 
     @abstractmethod
     def match(self, node: Any) -> Match | None:
-        """Return the data that ``apply`` needs to change a node; None for a node that stays."""
+        """Return the data that ``apply`` needs to change a node; None if the node does not match."""
 
     @abstractmethod
-    def apply(self, model: Any, node: Any, found: Match) -> None:
-        """Change a node for which ``match`` returned ``found``."""
+    def apply(self, model: Any, node: Any, matched: Match) -> None:
+        """Change a node for which ``match`` returned ``matched``."""
 
     def requires(self, model: Any) -> str | None:
         return None
@@ -67,19 +59,18 @@ class MatchPass(ABC, Generic[Match]):
         changed = 0
         nodes = list(model.graph)
         for node in reversed(nodes) if self.backwards else nodes:
-            found = self.match(node)
-            if found is not None:
-                self.apply(model, node, found)
+            matched = self.match(node)
+            if matched is not None:
+                self.apply(model, node, matched)
                 changed += 1
         return changed
 
     def ensures(self, model: Any) -> str | None:
-        left = next((node.name for node in model.graph if self.match(node) is not None), None)
-        return None if left is None else f"{self.left}: {left}"
+        remaining = next((node.name for node in model.graph if self.match(node) is not None), None)
+        return None if remaining is None else f"{self.left}: {remaining}"
 
 
 def run_passes(model: Any, passes: Sequence[GraphPass]) -> None:
-    """Run passes in order."""
     for entry in passes:
         name = type(entry).__name__
         with named_in_errors(f"pass {name}"):
@@ -89,35 +80,35 @@ def run_passes(model: Any, passes: Sequence[GraphPass]) -> None:
         with named_in_errors(f"pass {name}"):
             changed = entry.run(model)
         if not isinstance(changed, int):
-            raise ExportError(f"pass {name}: run() returned {changed!r}; expected the number of places it changed")
-        logger.info("pass %s changed %d places", name, changed)
+            raise ExportError(f"pass {name}: run() returned {changed!r}; expected the number of changes")
+        logger.info("pass %s: %d changes", name, changed)
         with named_in_errors(f"pass {name}"):
             after = entry.ensures(model)
         if after is not None:
-            raise ExportError(f"pass {name} did not do its work: {after}")
+            raise ExportError(f"pass {name} did not finish: {after}")
 
 
 def add_constant(model: Any, name: str, array: np.ndarray[Any, Any], element: Any) -> Any:
-    """Add a constant to the graph, with elements of the ``onnx_ir.DataType`` ``element``, and return its value.
+    """Add a constant with elements of the ``onnx_ir.DataType`` ``element`` to the graph, and return its value.
 
-    A number is appended to a name that is taken.
+    A number is appended if the name exists.
     """
     import onnx_ir
 
-    taken, wanted = model.graph.initializers, name
+    initializers, base = model.graph.initializers, name
     for number in itertools.count(2):
-        if name not in taken:
+        if name not in initializers:
             break
-        name = f"{wanted}_{number}"
+        name = f"{base}_{number}"
 
-    made = onnx_ir.Value(
+    constant = onnx_ir.Value(
         name=name,
         shape=onnx_ir.Shape(array.shape),
         type=onnx_ir.TensorType(element),
         const_value=onnx_ir.tensor(array, name=name),
     )
-    model.graph.register_initializer(made)
-    return made
+    model.graph.register_initializer(constant)
+    return constant
 
 
 def drop_unread(model: Any, value: Any) -> None:
@@ -129,18 +120,18 @@ def drop_unread(model: Any, value: Any) -> None:
 def insert_before(
     node: Any, operator: str, inputs: Sequence[Any], *, like: Any, shape: Any, attributes: Any = ()
 ) -> Any:
-    """Insert a node before ``node``, as a part of it; return its output, of the same type as the value ``like``."""
+    """Insert a node before ``node``, with its metadata; return its output, of the type of the value ``like``."""
     import onnx_ir
 
-    made = onnx_ir.Node("", operator, inputs, attributes)
-    made.metadata_props.update(node.metadata_props)
-    made.outputs[0].shape, made.outputs[0].type = shape, like.type
-    node.graph.insert_before(node, made)
-    return made.outputs[0]
+    inserted = onnx_ir.Node("", operator, inputs, attributes)
+    inserted.metadata_props.update(node.metadata_props)
+    inserted.outputs[0].shape, inserted.outputs[0].type = shape, like.type
+    node.graph.insert_before(node, inserted)
+    return inserted.outputs[0]
 
 
 def insert_transpose(node: Any, value: Any, perm: Sequence[int], *, like: Any) -> Any:
-    """Return a value with its axes permuted by a new Transpose before ``node``; the value itself for the identity."""
+    """Return a value behind a new Transpose before ``node``; the value itself for the identity."""
     import onnx_ir
 
     if list(perm) == list(range(len(perm))):
@@ -151,22 +142,22 @@ def insert_transpose(node: Any, value: Any, perm: Sequence[int], *, like: Any) -
 
 
 def take_out(model: Any, node: Any, value: Any) -> None:
-    """Redirect the readers of a node's output to ``value``; remove the node, and constants that nothing else reads.
+    """Redirect the readers of a node's output to ``value``; remove the node, and its unread constants.
 
-    The output must not be one of the graph: ``replace_node`` takes those.
+    The output must not be a graph output; see ``replace_node``.
     """
-    inputs = [given for given in node.inputs if given is not None]
+    inputs = [read for read in node.inputs if read is not None]
     node.outputs[0].replace_all_uses_with(value)
     model.graph.remove(node, safe=True)
-    for given in inputs:
-        drop_unread(model, given)
+    for read in inputs:
+        drop_unread(model, read)
 
 
 def replace_node(model: Any, node: Any, value: Any) -> None:
     """Replace the only output of a node by ``value``, and remove the node.
 
-    A new value gets the name of the output. Inputs and outputs of the graph keep theirs: where the output is one of the
-    graph and the value another, or an input, an Identity stays between the two.
+    A new value takes the name of the output. Graph inputs and outputs keep their names: an Identity is added where
+    needed.
     """
     result = node.outputs[0]
     if (value.is_graph_input() or value.is_graph_output()) and result.is_graph_output():
@@ -178,14 +169,14 @@ def replace_node(model: Any, node: Any, value: Any) -> None:
 
 
 def largest_number(dtype: np.dtype[Any]) -> float:
-    """Return the largest finite number of a float type; numpy itself does not know bfloat16."""
+    """Return the largest finite number of a float type, bfloat16 included."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def smallest_normal(dtype: np.dtype[Any]) -> float:
-    """Return the smallest number of a float type with full precision; numpy itself does not know bfloat16."""
+    """Return the smallest normal number of a float type, bfloat16 included."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
@@ -195,18 +186,17 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _PARAMETER = "pkg.torch.export.graph_signature.InputSpec.kind"
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm")
-"""The products into which the exporter folds a batch normalization."""
+"""Operators into which the exporter folds a batch normalization."""
 _STORED = ".stored"
-"""The end of the name of a weight's steps: what is before it names the site and its operand."""
+"""Suffix of the names of quantized weights; the text before it names the site and the operand."""
 
 
 class NameNodes:
-    """Names of the form ``path.of.module/OpType`` for nodes and their results, numbered within a module if need be.
+    """Pass that names nodes and results ``path.of.module/OpType``, numbered within a module if needed.
 
-    Those in the body of a loop are named after the loop: ``path.of.module/Scan/OpType_1``.
-
-    Inputs and outputs of the graph keep their names, and so do parameters; any other constant is named after the first
-    node that reads it: ``path.of.module/OpType.input_1``.
+    Nodes in the body of a loop are named after the loop: ``path.of.module/Scan/OpType_1``. Graph inputs, outputs and
+    parameters keep their names. Other constants are named after their first reader: ``path.of.module/OpType.input_1``.
+    Metadata is removed: the exporter stores stack traces with paths of the exporting machine.
     """
 
     def requires(self, model: Any) -> str | None:
@@ -231,15 +221,15 @@ class NameNodes:
 
     def ensures(self, model: Any) -> str | None:
         names = Counter(node.name for node in model.graph)
-        twice = [name for name, count in names.items() if count > 1]
-        if twice:
-            return f"two nodes are called {twice[0]}"
-        other = [f"{value.name!r} and not {name!r}" for value, name in _result_names(model) if value.name != name]
-        return f"a tensor is called {other[0]}" if other else None
+        duplicates = [name for name, count in names.items() if count > 1]
+        if duplicates:
+            return f"two nodes have the name {duplicates[0]}"
+        wrong = [f"{value.name!r}, expected {name!r}" for value, name in _result_names(model) if value.name != name]
+        return f"a tensor has the name {wrong[0]}" if wrong else None
 
 
 def _name_inside(node: Any) -> int:
-    """Name what is in the graphs of a node, such as the body of a loop, after the node; return how many nodes."""
+    """Name the nodes of a node's subgraphs, such as the body of a loop; return their number."""
     used: Counter[str] = Counter()
     for attribute in node.attributes.values():
         if attribute.type.name != "GRAPH":
@@ -261,27 +251,27 @@ def _result_names(model: Any) -> list[tuple[Any, str]]:
         (value, node.name if number == 0 else f"{node.name}:{number}")
         for node in model.graph
         for number, value in enumerate(node.outputs)
-        if not value.is_graph_output() and value.name != ""  # an output that is left out has an empty name
+        if not value.is_graph_output() and value.name != ""  # an omitted output has an empty name
     ]
 
 
 def _constant_names(model: Any) -> list[tuple[Any, str]]:
-    """Return the constants that the exporter named, each with a name after the first node that reads it."""
-    place = {node: number for number, node in enumerate(model.graph)}
-    found = []
+    """Return the constants that the exporter named, each with a name after its first reader."""
+    position = {node: number for number, node in enumerate(model.graph)}
+    names = []
     for value in model.graph.initializers.values():
         if "." not in value.name and _PARAMETER not in value.metadata_props and not value.is_graph_output():
-            reads = [(place[node], node.name, index) for node, index in value.uses() if node in place]
+            reads = [(position[node], node.name, index) for node, index in value.uses() if node in position]
             if reads:
                 _, name, index = min(reads)
-                found.append((value, f"{name}.input_{index}"))
-    return found
+                names.append((value, f"{name}.input_{index}"))
+    return names
 
 
 def _scope(node: Any) -> str:
-    """Return the path of the module whose code made a node; for the DQ of a weight, the path of its site.
+    """Return the path of the module that created a node; for the DQ of a weight, the path of its site.
 
-    A product into which a batch normalization was folded carries the scope of that: it is named after its weight.
+    A convolution with a folded batch normalization carries the scope of the latter, so its weight names it.
     """
     if node.op_type == "DequantizeLinear" and _STORED in node.inputs[0].name:
         return str(node.inputs[0].name.partition(_STORED)[0])
@@ -292,12 +282,12 @@ def _scope(node: Any) -> str:
     if folded and (owner := node.inputs[1].name.rpartition(".")[0]):
         return str(owner)
     scopes = ast.literal_eval(text)
-    # Nodes that the exporter itself adds carry a scope of its own.
+    # Nodes that the exporter adds carry a scope of the exporter.
     return "" if len(scopes) < 2 or str(scopes[-2]).startswith("_empty_nn_module_stack") else str(scopes[-2])
 
 
 class DropUnreadNodes:
-    """Removal of everything that leads to no output."""
+    """Pass that removes nodes and constants that no output depends on."""
 
     def requires(self, model: Any) -> str | None:
         return None
@@ -314,8 +304,8 @@ class DropUnreadNodes:
         return changed
 
     def ensures(self, model: Any) -> str | None:
-        left = [node.name for node in model.graph if _is_unread(node)] + _unread_constants(model)
-        return f"nobody reads {left[0]}" if left else None
+        unread = [node.name for node in model.graph if _is_unread(node)] + _unread_constants(model)
+        return f"{unread[0]} is not read" if unread else None
 
 
 def _is_unread(node: Any) -> bool:

@@ -1,35 +1,4 @@
-"""Passes that choose where codes are made, moved, and how they are stored.
-
-``BytesFirst`` casts inputs of bytes at once, for targets that read bytes nowhere else.
-
-``image.permute(0, 3, 1, 2).float()`` of a uint8 image is a Transpose of bytes. As INT32 it is the same numbers.
-
-``MovesOfCodes`` lets operators that only move values move their codes.
-
-A maximum of neighbours, a repetition or another order of values gives values with the same codes, so that a Q and DQ
-behind it change nothing. An engine that finds them there moves bytes, and the next operator finds a quantized operand.
-
-``UnsignedActivations`` stores activations as UINT8 with zero point 128, for CPUs that multiply unsigned by signed
-bytes.
-
-Legend: s the scale, q the INT8 code of a value, -128 <= q <= 127.
-
-AVX512-VNNI's ``vpdpbusd`` multiplies unsigned by signed bytes. With u = q + 128 and zero point 128, s * (u - 128) is
-s * q: the same values, in the storage that the kernels of a CPU engine take.
-
-``PairsOfCodes`` stores INT4 weights with an odd number of inputs as INT8, for a target that reads them wrongly.
-
-See ``export/qdq/graph.py``.
-
-``RowsOfCodes`` dequantizes the rows that are looked up, for a target that would dequantize the whole table.
-
-Legend: t the codes of a table [V x D], s its scales [V], i the rows.
-
-    Gather(DQ(t, s), i) = Cast(Gather(t, i)) * Gather(s, i)
-
-ONNX Runtime computes a DQ of a table at each run: of MiniLM's 30,522 rows, which takes 6 ms where the whole text of 128
-tokens takes 11. OpenVINO computes it once, and holds the table in floats.
-"""
+"""Graph passes that choose where values are quantized and how quantized values are stored."""
 
 from __future__ import annotations
 
@@ -69,15 +38,16 @@ _LAYOUT = frozenset(
     }
     | {"Concat", "Where", "Pad", "Max", "Min", "DepthToSpace", "SpaceToDepth", "GatherElements", "GatherND"}
 )
-"""Operators that make no new numbers."""
+"""Operators that only move or select values."""
 _COMPARED = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 _WIDE = "INT32"
 
 
 class BytesFirst:
-    """``Transpose(x) -> Cast`` of an input x of bytes becomes ``Cast(x, INT32) -> Transpose -> Cast``.
+    """``Transpose(x) -> Cast`` of a byte input x becomes ``Cast(x, INT32) -> Transpose -> Cast``.
 
-    Sums and products of bytes wrap around, and stay as they are.
+    For targets that accept bytes only in a Cast of an input. Sums and products of bytes wrap around, and stay
+    unchanged.
     """
 
     def __init__(self, narrow: Collection[str]) -> None:
@@ -89,58 +59,66 @@ class BytesFirst:
     def run(self, model: Any) -> int:
         import onnx_ir
 
-        found = [value for value in model.graph.inputs if self._reached(value)]
-        for value in found:
-            reached = self._reached(value)
-            for node in reached:
-                for place, given in enumerate(node.inputs):
-                    if element(given) in self._narrow and given.const_value is not None:
-                        array = given.const_value.numpy().astype(np.int32)
-                        wide = add_constant(model, f"{given.name}_wide", array, onnx_ir.DataType[_WIDE])
-                        node.replace_input_with(place, wide)
-                for made in node.outputs:
-                    if element(made) in self._narrow:
-                        made.type = onnx_ir.TensorType(onnx_ir.DataType[_WIDE])
+        inputs = [value for value in model.graph.inputs if self._nodes_reached(value)]
+        for value in inputs:
+            nodes = self._nodes_reached(value)
+            for node in nodes:
+                for index, value_read in enumerate(node.inputs):
+                    if element(value_read) in self._narrow and value_read.const_value is not None:
+                        array = value_read.const_value.numpy().astype(np.int32)
+                        wide = add_constant(model, f"{value_read.name}_wide", array, onnx_ir.DataType[_WIDE])
+                        node.replace_input_with(index, wide)
+                for result in node.outputs:
+                    if element(result) in self._narrow:
+                        result.type = onnx_ir.TensorType(onnx_ir.DataType[_WIDE])
             cast = onnx_ir.Node("", "Cast", [value], [onnx_ir.AttrInt64("to", int(onnx_ir.DataType[_WIDE]))])
             cast.outputs[0].shape, cast.outputs[0].type = value.shape, onnx_ir.TensorType(onnx_ir.DataType[_WIDE])
-            cast.metadata_props.update(reached[0].metadata_props)
-            for node in reached:
-                for place, given in enumerate(node.inputs):
-                    if given is value:
-                        node.replace_input_with(place, cast.outputs[0])
+            cast.metadata_props.update(nodes[0].metadata_props)
+            for node in nodes:
+                for index, value_read in enumerate(node.inputs):
+                    if value_read is value:
+                        node.replace_input_with(index, cast.outputs[0])
             model.graph.insert_before(model.graph[0], cast)
-        return len(found)
+        return len(inputs)
 
     def ensures(self, model: Any) -> str | None:
-        left = [value.name for value in model.graph.inputs if self._reached(value)]
-        return f"an input of bytes is still read by more than casts: {left[0]}" if left else None
+        unchanged = [value.name for value in model.graph.inputs if self._nodes_reached(value)]
+        return f"a byte input is still read by other operators than Cast: {unchanged[0]}" if unchanged else None
 
-    def _reached(self, value: Any) -> list[Any]:
-        """Return the nodes but casts that read a narrow input or what layout makes of it; empty if it must stay."""
+    def _nodes_reached(self, value: Any) -> list[Any]:
+        """Return the nodes that read a byte input through layout operators; empty if it must not change."""
         if element(value) not in self._narrow:
             return []
-        found: dict[Any, None] = {}
+        reached: dict[Any, None] = {}
         pending = [value]
         while pending:
-            one = pending.pop()
-            if one.is_graph_output():
+            tensor = pending.pop()
+            if tensor.is_graph_output():
                 return []
-            for node, _ in one.uses():
-                if node.op_type == "Cast" or node in found:
+            for node, _ in tensor.uses():
+                if node.op_type == "Cast" or node in reached:
                     continue
                 if node.graph is not value.graph or node.op_type not in _LAYOUT | _COMPARED:
                     return []
-                found[node] = None
-                pending += [made for made in node.outputs if element(made) in self._narrow]
-        others = (given for node in found for given in node.inputs if element(given) in self._narrow)
-        known = {id(value)} | {id(made) for node in found for made in node.outputs}
-        return list(found) if all(id(one) in known or one.const_value is not None for one in others) else []
+                reached[node] = None
+                pending += [result for result in node.outputs if element(result) in self._narrow]
+        narrow_reads = (read for node in reached for read in node.inputs if element(read) in self._narrow)
+        known = {id(value)} | {id(result) for node in reached for result in node.outputs}
+        return (
+            list(reached)
+            if all(id(tensor) in known or tensor.const_value is not None for tensor in narrow_reads)
+            else []
+        )
 
 
 class MovesOfCodes(MatchPass[tuple[Any, Any]]):
-    """``Q -> DQ -> MaxPool`` becomes ``Q -> DQ -> MaxPool -> Q -> DQ``, of one scale, where no Q reads it."""
+    """``Q -> DQ -> MaxPool`` becomes ``Q -> DQ -> MaxPool -> Q -> DQ`` with one scale, where no Q reads it.
 
-    left = "an operator still moves floats that have codes"
+    An operator that moves values returns the same quantized values, so the added pair changes nothing. The engine moves
+    bytes, and the next operator reads a quantized operand.
+    """
+
+    left = "an operator still moves floats where quantized values exist"
 
     def match(self, node: Any) -> tuple[Any, Any] | None:
         """Return the Q and the DQ before an operator that moves values; None for any other node."""
@@ -153,8 +131,8 @@ class MovesOfCodes(MatchPass[tuple[Any, Any]]):
         read = readers(node.outputs[0])
         return pair if scale is not None and scale.ndim == 0 and read and not all(map(is_quantize, read)) else None
 
-    def apply(self, model: Any, node: Any, found: tuple[Any, Any]) -> None:
-        quantize, dequantize = found
+    def apply(self, model: Any, node: Any, matched: tuple[Any, Any]) -> None:
+        quantize, dequantize = matched
         moved = node.outputs[0]
         first = readers(moved)[0]
         codes = insert_before(
@@ -170,7 +148,7 @@ class MovesOfCodes(MatchPass[tuple[Any, Any]]):
                 reader.replace_input_with(place, values)
 
     def run(self, model: Any) -> int:
-        # In the order of the graph: behind one move may be another.
+        # Moves can follow each other, so the graph is sorted again.
         changed = super().run(model)
         if changed:
             model.graph.sort()
@@ -178,7 +156,7 @@ class MovesOfCodes(MatchPass[tuple[Any, Any]]):
 
 
 def _only_moves(node: Any) -> bool:
-    """Return whether the results of an operator are values of its first input."""
+    """Return whether an operator only moves values of its first input."""
     if node.op_type in ("MaxPool", "DepthToSpace", "SpaceToDepth", *MOVES):
         return len(node.outputs) == 1
     mode = node.attributes["mode"].as_string() if "mode" in node.attributes else "nearest"
@@ -190,7 +168,11 @@ _NAME = "quantizer_unsigned_zero_point"
 
 
 class UnsignedActivations:
-    """``Q(x, s, int8 0) -> DQ`` becomes ``Q(x, s, uint8 128) -> DQ(.., uint8 128)``; codes that are a result stay."""
+    """``Q(x, s, int8 0) -> DQ`` becomes ``Q(x, s, uint8 128) -> DQ(.., uint8 128)``.
+
+    AVX512-VNNI's ``vpdpbusd`` multiplies unsigned by signed bytes. With scale s, INT8 value q and u = q + 128:
+    s * (u - 128) = s * q. Quantized values that are a graph output stay signed.
+    """
 
     def __init__(self, where: Literal["weighted", "all"]) -> None:
         self.where = where
@@ -201,37 +183,37 @@ class UnsignedActivations:
     def run(self, model: Any) -> int:
         import onnx_ir
 
-        chosen = list(self._signed(model))
-        if not chosen:
+        quantizers = list(self._signed(model))
+        if not quantizers:
             return 0
         zero = add_constant(model, _NAME, np.array(_ZERO, dtype=np.uint8), onnx_ir.DataType.UINT8)
-        for quantize in chosen:
+        for quantize in quantizers:
             _set_zero_point(quantize, zero)
             quantize.outputs[0].type = onnx_ir.TensorType(onnx_ir.DataType.UINT8)
             for dequantize, _ in quantize.outputs[0].uses():
                 _set_zero_point(dequantize, zero)
-        return len(chosen)
+        return len(quantizers)
 
     def ensures(self, model: Any) -> str | None:
-        left = [node.name for node in self._signed(model)]
-        return f"an activation is still signed: {left[0]}" if left else None
+        unchanged = [node.name for node in self._signed(model)]
+        return f"an activation is still signed: {unchanged[0]}" if unchanged else None
 
     def _signed(self, model: Any) -> Iterator[Any]:
         for node in model.graph:
             if node.op_type != "QuantizeLinear" or not _is_signed_scalar(node.inputs[2]):
                 continue
-            if _is_read_as_a_value(node) and (self.where == "all" or _feeds_a_weighted_product(node)):
+            if _has_only_dequantizers(node) and (self.where == "all" or _feeds_a_weighted_product(node)):
                 yield node
 
 
 def _is_signed_scalar(zero_point: Any) -> bool:
-    """Return whether a zero point is one INT8 number: no other format fits UINT8, and only one number is written."""
+    """Return whether a zero point is a single INT8 number; only INT8 activations fit into UINT8."""
     constant = zero_point.const_value
     return constant is not None and constant.dtype.name == INT8.onnx_type and len(constant.shape) == 0
 
 
-def _is_read_as_a_value(quantize: Any) -> bool:
-    """Return whether only DQs read the codes, and no output of the graph is one of them."""
+def _has_only_dequantizers(quantize: Any) -> bool:
+    """Return whether only DequantizeLinear nodes read the output of a Q, which is not a graph output."""
     codes = quantize.outputs[0]
     readers = [(reader.op_type, index) for reader, index in codes.uses()]
     return not codes.is_graph_output() and all(reader == ("DequantizeLinear", 0) for reader in readers)
@@ -256,18 +238,21 @@ _BYTES = {"INT4": "INT8", "UINT4": "UINT8"}
 
 
 class PairsOfCodes(MatchPass[str]):
-    """``INT4 [K, N] -> DQ -> MatMul`` with an odd K becomes ``INT8 [K, N] -> DQ -> MatMul``, with the same codes."""
+    """``INT4 [K, N] -> DQ -> MatMul`` with an odd K becomes ``INT8 [K, N] -> DQ -> MatMul``.
 
-    left = "a weight of INT4 still has an odd number of inputs"
+    For targets that misread such INT4 weights, see ``export/qdq/graph.py``. The values do not change.
+    """
+
+    left = "an INT4 weight still has an odd number of inputs"
 
     def match(self, node: Any) -> str | None:
-        """Return the format for the codes of a dequantizer; None for a node that stays."""
+        """Return the byte format for the stored values of a DQ; None for any other node."""
         return _BYTES[node.inputs[0].dtype.name] if has_odd_pairs(node) else None
 
-    def apply(self, model: Any, node: Any, found: str) -> None:
+    def apply(self, model: Any, node: Any, matched: str) -> None:
         import onnx_ir
 
-        element = onnx_ir.DataType[found]
+        element = onnx_ir.DataType[matched]
         for place in (0, 2):
             value = node.inputs[place] if place < len(node.inputs) else None
             if value is not None:
@@ -277,12 +262,17 @@ class PairsOfCodes(MatchPass[str]):
 
 
 class RowsOfCodes(MatchPass[Any]):
-    """``DQ(t, s, axis 0) -> Gather`` becomes ``Gather -> Cast`` of the codes, times the scales of those rows."""
+    """``DQ(t, s, axis 0) -> Gather`` becomes ``Gather -> Cast`` of the integers, times the scales of those rows.
 
-    left = "a whole table is still dequantized for some of its rows"
+    For a stored table t [V x D], its scales s [V] and row indices i: Gather(DQ(t, s), i) = Cast(Gather(t, i)) *
+    Gather(s, i). ONNX Runtime otherwise dequantizes the whole table in each run: 6 ms for the 30,522 rows of MiniLM,
+    whose run takes 11 ms.
+    """
+
+    left = "a whole table is still dequantized to read some rows"
 
     def match(self, node: Any) -> Any | None:
-        """Return the DQ of a stored table of INT8 with a scale a row, out of which rows are taken."""
+        """Return the DQ of a stored INT8 table with one scale per row, if the node gathers rows of it."""
         if node.op_type != "Gather" or attribute(node, "axis", 0) != 0:
             return None
         table = node.inputs[0].producer()
@@ -293,22 +283,24 @@ class RowsOfCodes(MatchPass[Any]):
         rows = codes.shape.is_static() and len(codes.shape) == 2 and attribute(table, "axis", 1) == 0
         return table if rows and symmetric and codes.dtype.name == "INT8" and len(scales.shape) == 1 else None
 
-    def apply(self, model: Any, node: Any, found: Any) -> None:
+    def apply(self, model: Any, node: Any, matched: Any) -> None:
         import onnx_ir
 
-        result, (codes, scales) = node.outputs[0], found.inputs[:2]
+        result, (codes, scales) = node.outputs[0], matched.inputs[:2]
         column = floats(scales)
         assert column is not None
         tall = add_constant(model, f"{scales.name}_of_rows", column[:, None], scales.dtype)
         first = [onnx_ir.AttrInt64("axis", 0)]
-        taken = insert_before(node, "Gather", [codes, node.inputs[1]], like=codes, shape=result.shape, attributes=first)
+        gathered = insert_before(
+            node, "Gather", [codes, node.inputs[1]], like=codes, shape=result.shape, attributes=first
+        )
         to = [onnx_ir.AttrInt64("to", scales.dtype)]
-        cast = insert_before(node, "Cast", [taken], like=result, shape=result.shape, attributes=to)
+        cast = insert_before(node, "Cast", [gathered], like=result, shape=result.shape, attributes=to)
         step = insert_before(node, "Gather", [tall, node.inputs[1]], like=tall, shape=None, attributes=first)
-        made = insert_before(node, "Mul", [cast, step], like=result, shape=result.shape)
-        replace_node(model, node, made)
-        if not found.outputs[0].uses():
-            inputs = [value for value in found.inputs if value is not None]
-            model.graph.remove(found, safe=True)
+        scaled = insert_before(node, "Mul", [cast, step], like=result, shape=result.shape)
+        replace_node(model, node, scaled)
+        if not matched.outputs[0].uses():
+            inputs = [value for value in matched.inputs if value is not None]
+            model.graph.remove(matched, safe=True)
             for value in inputs:
                 drop_unread(model, value)

@@ -1,29 +1,4 @@
-"""Passes that write Einsum and Gemm as MatMul.
-
-``EinsumToMatMul`` writes a quantized einsum as a MatMul, if it is a product of matrices.
-
-Engines compute an Einsum in floats, whatever precedes it, and a MatMul behind two DQs in low precision. Legend, by
-labels: k is summed over, m the first operand's own, n the second's, the others are batch labels of both.
-
-    Einsum(a, b) = Transpose(Transpose(a)[batch, m, k] @ Transpose(b)[batch, k, n])
-
-Without batch labels the first operand may have several labels of its own. Any other einsum stays: one with two sums, an
-outer product, a sum over one operand, or lengths that the graph does not show to be equal.
-
-``EinsumWeights`` writes an einsum with a stored weight of several axes as a product with a matrix.
-
-Engines make a matrix of such a weight themselves and lose its scales: OpenVINO refuses the file. Legend, by labels:
-k are summed over, m the activation's own, n the weight's.
-
-    Einsum(x, w) = Transpose(Reshape(Reshape(Transpose(x)[m, k]) @ w'[k, n]))
-
-Any other einsum with a weight stays: one with a label of both operands in the output, or a sum over one operand.
-
-``GemmToMatMul`` writes a quantized Gemm as a MatMul and an Add.
-
-A linear layer on inputs of two dimensions exports as Gemm, on any others as MatMul and Add. ONNX Runtime computes a
-Gemm with a float bias in floats, whatever precedes it; no engine prefers the Gemm.
-"""
+"""Graph passes that write Einsum and Gemm as MatMul, because engines compute the former in floats."""
 
 from __future__ import annotations
 
@@ -47,19 +22,26 @@ from quantizer.export.qdq.graph import attribute, block_size, is_dequantized
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """Inputs of the MatMul with the axes that each is read in, and the axes of its output."""
+    """Inputs of the MatMul, the permutation of each, and the permutation of its output."""
 
     operands: tuple[tuple[Any, tuple[int, ...]], tuple[Any, tuple[int, ...]]]
     output: tuple[int, ...]
 
 
 class EinsumToMatMul(MatchPass[_Product]):
-    """``Einsum(DQ, DQ)`` becomes ``MatMul`` between the transpositions that it needs."""
+    """``Einsum(DQ, DQ)`` becomes a ``MatMul`` with the necessary transpositions.
 
-    left = "a quantized product of matrices is still an Einsum"
+    With summed label k, label m of the first operand, n of the second, and shared batch labels:
+    Einsum(a, b) = Transpose(Transpose(a)[batch, m, k] @ Transpose(b)[batch, k, n]).
+
+    Without batch labels, the first operand may have several labels m. Other equations stay: two sums, outer products,
+    sums over one operand, or lengths that the graph does not show to be equal.
+    """
+
+    left = "a quantized matrix multiplication is still an Einsum"
 
     def match(self, node: Any) -> _Product | None:
-        """Return the MatMul that equals an Einsum; None for any other node."""
+        """Return the equivalent MatMul of an Einsum; None for any other node."""
         if node.op_type != "Einsum" or len(node.inputs) != 2 or not any(map(is_dequantized, node.inputs)):
             return None
         read = labels_of(node)
@@ -70,13 +52,13 @@ class EinsumToMatMul(MatchPass[_Product]):
         rows = [label for label in output if label in first and label not in second]
         columns = [label for label in output if label in second and label not in first]
         if len(columns) != 1 or (len(rows) == 1 and output[-1] in rows):
-            # A MatMul allows several labels on the left only; the right operand's label is the last axis of the output.
+            # Only the left operand of a MatMul may have several labels; the right label is the last output axis.
             sides, rows, columns = sides[::-1], columns, rows
         (a, left), (b, right) = sides
         batch = [label for label in output if label in left and label in right]
         summed = [label for label in left if label in right and label not in output]
-        known = len(set(left)) == len(left) and len(set(right)) == len(right) and len(set(output)) == len(output)
-        if not known or {*left, *right} != {*output, *summed} or not _same_length(a, b, left, right, summed):
+        distinct = len(set(left)) == len(left) and len(set(right)) == len(right) and len(set(output)) == len(output)
+        if not distinct or {*left, *right} != {*output, *summed} or not _same_length(a, b, left, right, summed):
             return None
         if len(summed) != 1 or len(columns) != 1 or not rows or (len(rows) > 1 and batch):
             return None
@@ -89,20 +71,20 @@ class EinsumToMatMul(MatchPass[_Product]):
             output=tuple(written.index(label) for label in output),
         )
 
-    def apply(self, model: Any, node: Any, found: _Product) -> None:
+    def apply(self, model: Any, node: Any, matched: _Product) -> None:
         import onnx_ir
 
         last = node.outputs[0]
-        written: list[Any] = [None] * len(found.output)
-        for place, axis in enumerate(found.output):
-            written[axis] = last.shape[place] if last.shape is not None else None
-        operands = [insert_transpose(node, value, perm, like=last) for value, perm in found.operands]
+        written: list[Any] = [None] * len(matched.output)
+        for position, axis in enumerate(matched.output):
+            written[axis] = last.shape[position] if last.shape is not None else None
+        operands = [insert_transpose(node, value, perm, like=last) for value, perm in matched.operands]
         result = insert_before(node, "MatMul", operands, like=last, shape=onnx_ir.Shape(written))
-        replace_node(model, node, insert_transpose(node, result, found.output, like=last))
+        replace_node(model, node, insert_transpose(node, result, matched.output, like=last))
 
 
 def labels_of(node: Any) -> tuple[list[str], str] | None:
-    """Return the labels of both operands and of the output, with a capital letter for each axis of an ellipsis."""
+    """Return the labels of both operands and of the output, with a capital letter per axis of an ellipsis."""
     equation = node.attributes["equation"].as_string().replace(" ", "")
     inputs, arrow, output = equation.partition("->")
     names = inputs.split(",")
@@ -129,7 +111,7 @@ _MATRIX = 2  # axes
 
 @dataclass(frozen=True, slots=True)
 class _WeightProduct:
-    """Activation and index of the weight, the labels of both, and the labels of k, m, n and the output."""
+    """Activation, index of the weight, their labels, and the labels k, m, n and of the output."""
 
     x: Any
     weight: Any
@@ -141,18 +123,24 @@ class _WeightProduct:
     output: str
 
     def sizes(self, labels: str) -> list[int]:
-        """Return the lengths of labels of the weight."""
+        """Return the sizes of labels of the weight."""
         shape = self.weight.shape
         return [int(shape[self.of_weight.index(label)]) for label in labels]
 
 
 class EinsumWeights(MatchPass[_WeightProduct]):
-    """``Einsum(x, DQ(w))`` with a constant w of three or more axes becomes ``MatMul`` by ``DQ(w' [K, N], axis 1)``."""
+    """``Einsum(x, DQ(w))`` with a constant w of three or more axes becomes ``MatMul`` by ``DQ(w' [K, N], axis 1)``.
 
-    left = "a product by a stored weight is still an Einsum"
+    Engines reshape such a weight and lose its scales; OpenVINO refuses the file. With summed labels k, labels m of x
+    and n of w: Einsum(x, w) = Transpose(Reshape(Reshape(Transpose(x)[m, k]) @ w'[k, n])).
+
+    Other equations stay: a shared label in the output, or a sum over one operand.
+    """
+
+    left = "a multiplication by a stored weight is still an Einsum"
 
     def match(self, node: Any) -> _WeightProduct | None:
-        """Return the matrix product that equals an Einsum; None for any other node."""
+        """Return the equivalent matrix multiplication of an Einsum; None for any other node."""
         read = labels_of(node) if node.op_type == "Einsum" else None
         if read is None:
             return None
@@ -165,56 +153,64 @@ class EinsumWeights(MatchPass[_WeightProduct]):
             summed = "".join(label for label in of_weight if label in of_x and label not in output)
             rows = "".join(label for label in output if label in of_x)
             columns = "".join(label for label in of_weight if label in output and label not in of_x)
-            once = all(len(set(labels)) == len(labels) for labels in (of_weight, of_x, output))
-            whole = (
+            distinct = all(len(set(labels)) == len(labels) for labels in (of_weight, of_x, output))
+            complete = (
                 {*of_x} == {*rows, *summed} and {*of_weight} == {*summed, *columns} and {*rows, *columns} == {*output}
             )
-            alike = all(x.shape[of_x.index(label)] == weight.shape[of_weight.index(label)] for label in summed)
+            equal_sizes = all(x.shape[of_x.index(label)] == weight.shape[of_weight.index(label)] for label in summed)
             scaled = _scaled_label(weight, of_weight)
-            if once and whole and alike and rows and summed and columns and (scaled is None or scaled in columns):
+            if (
+                distinct
+                and complete
+                and equal_sizes
+                and rows
+                and summed
+                and columns
+                and (scaled is None or scaled in columns)
+            ):
                 return _WeightProduct(x, weight, of_x, of_weight, summed, rows, columns, output)
         return None
 
-    def apply(self, model: Any, node: Any, found: _WeightProduct) -> None:
+    def apply(self, model: Any, node: Any, matched: _WeightProduct) -> None:
         import onnx_ir
 
         last = node.outputs[0]
-        weight = _as_matrix(model, node, found)
-        count = len(found.rows)
+        weight = _as_matrix(model, node, matched)
+        count = len(matched.rows)
 
-        def turned(value: Any, given: str, wanted: str) -> Any:
-            perm = [given.index(label) for label in wanted]
+        def transposed(value: Any, labels: str, order: str) -> Any:
+            perm = [labels.index(label) for label in order]
             return insert_transpose(node, value, perm, like=last)
 
         def reshaped(value: Any, sizes: list[int]) -> Any:
-            """Return the value with its rows kept and its last axes reshaped to ``sizes``."""
-            wanted = np.array([0] * count + sizes, np.int64)
-            to = add_constant(model, f"{last.name}_shape", wanted, onnx_ir.DataType.INT64)
+            """Return the value with its last axes reshaped to ``sizes``."""
+            new_shape = np.array([0] * count + sizes, np.int64)
+            to = add_constant(model, f"{last.name}_shape", new_shape, onnx_ir.DataType.INT64)
             shape = onnx_ir.Shape([*(value.shape[axis] for axis in range(count)), *sizes])
             return insert_before(node, "Reshape", [value, to], like=last, shape=shape)
 
-        x = turned(found.x, found.of_x, found.rows + found.summed)
-        if len(found.summed) > 1:
+        x = transposed(matched.x, matched.of_x, matched.rows + matched.summed)
+        if len(matched.summed) > 1:
             x = reshaped(x, [int(weight.shape[0])])
         shape = onnx_ir.Shape([*(x.shape[axis] for axis in range(count)), weight.shape[1]])
         result = insert_before(node, "MatMul", [x, weight], like=last, shape=shape)
-        if len(found.columns) > 1:
-            result = reshaped(result, found.sizes(found.columns))
-        replace_node(model, node, turned(result, found.rows + found.columns, found.output))
-        _drop(model, found.weight)
+        if len(matched.columns) > 1:
+            result = reshaped(result, matched.sizes(matched.columns))
+        replace_node(model, node, transposed(result, matched.rows + matched.columns, matched.output))
+        _drop(model, matched.weight)
 
 
 def _is_stored(value: Any) -> bool:
-    """Return whether a value is a weight behind a DQ whose scales are constants and not those of blocks."""
+    """Return whether a value is a stored weight behind a DQ with constant scales and without blocks."""
     if not is_dequantized(value):
         return False
     dequantize = value.producer()
-    constant = all(given is None or given.const_value is not None for given in dequantize.inputs)
+    constant = all(value_read is None or value_read.const_value is not None for value_read in dequantize.inputs)
     return constant and block_size(dequantize) is None
 
 
 def _scaled_label(weight: Any, labels: str) -> str | None:
-    """Return the label of the axis with scales of its own; None if one scale serves the tensor."""
+    """Return the label of the axis with one scale per index; None for one scale per tensor."""
     dequantize = weight.producer()
     if not len(dequantize.inputs[1].shape):
         return None
@@ -222,7 +218,7 @@ def _scaled_label(weight: Any, labels: str) -> str | None:
 
 
 def _as_matrix(model: Any, node: Any, product: _WeightProduct) -> Any:
-    """Return the weight [K, N] behind a DQ of its own."""
+    """Return the weight as a matrix [K, N] behind a new DQ."""
     import onnx_ir
 
     dequantize = product.weight.producer()
@@ -232,7 +228,7 @@ def _as_matrix(model: Any, node: Any, product: _WeightProduct) -> Any:
     scaled = _scaled_label(product.weight, product.of_weight)
 
     def along(array: Any) -> Any:
-        """Return a scale or zero point for each column [N]; one for the whole tensor stays as it is."""
+        """Return a scale or zero point per column [N]; a scalar is returned unchanged."""
         if scaled is None:
             return array
         shape = [len(array) if label == scaled else 1 for label in product.columns]
@@ -249,9 +245,9 @@ def _as_matrix(model: Any, node: Any, product: _WeightProduct) -> Any:
     inputs += [constant(value, along) for value in zero]
     attributes = [] if scaled is None else [onnx_ir.AttrInt64("axis", 1)]
     shape = onnx_ir.Shape([depth, math.prod(sizes)])
-    made = insert_before(node, "DequantizeLinear", inputs, like=product.weight, shape=shape, attributes=attributes)
-    made.producer().metadata_props.update(dequantize.metadata_props)
-    return made
+    matrix = insert_before(node, "DequantizeLinear", inputs, like=product.weight, shape=shape, attributes=attributes)
+    matrix.producer().metadata_props.update(dequantize.metadata_props)
+    return matrix
 
 
 def _drop(model: Any, weight: Any) -> None:
@@ -266,18 +262,22 @@ def _drop(model: Any, weight: Any) -> None:
 
 
 class GemmToMatMul(MatchPass[Any]):
-    """``Gemm(DQ, DQ(w [N, K]), b)`` becomes ``MatMul(DQ, Transpose(DQ(w))) -> Add(b)``."""
+    """``Gemm(DQ, DQ(w [N, K]), b)`` becomes ``MatMul(DQ, Transpose(DQ(w))) -> Add(b)``.
 
-    left = "a quantized product is still a Gemm"
+    A linear layer with 2-D inputs exports as Gemm. ONNX Runtime computes a Gemm with a float bias in floats, and no
+    engine prefers the Gemm.
+    """
+
+    left = "a quantized matrix multiplication is still a Gemm"
 
     def match(self, node: Any) -> Any | None:
-        """Return the node if it is a Gemm of DQ outputs that only multiplies and adds."""
+        """Return a Gemm of two DQ without alpha, beta and transA; None for any other node."""
         if node.op_type != "Gemm" or not all(map(is_dequantized, node.inputs[:2])):
             return None
         numbers = [node.attributes[name].as_float() for name in ("alpha", "beta") if name in node.attributes]
         return node if all(number == 1 for number in numbers) and not attribute(node, "transA", 0) else None
 
-    def apply(self, model: Any, node: Any, found: Any) -> None:
+    def apply(self, model: Any, node: Any, matched: Any) -> None:
         last = node.outputs[0]
         first, second, *bias = node.inputs
         if attribute(node, "transB", 0):

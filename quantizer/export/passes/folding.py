@@ -1,46 +1,6 @@
-"""Passes that fold factors of channels, batch norms and padding into the layers beside them.
+"""Graph passes that fold per-channel factors, batch normalizations and padding into adjacent layers.
 
-``FoldBatchNorm`` folds a batch normalization into the convolution with a stored weight before it.
-
-Legend: q [C, ..] the codes of the weight, t [C] their scales, b [C] the bias; g [C] = gain / sqrt(variance + epsilon).
-
-    (x * (q t) + b - mean) g + shift = x * (q sign(g)) (t |g|) + (b - mean) g + shift
-
-A scale is positive, so the sign goes into the codes. A channel with g = 0 gets codes of 0 and keeps its scale. The pair
-stays if a code has no negative (-128), or if a scale would be subnormal and lose its precision.
-
-A convolution that is called several times, with one normalization or one for each level, then has a dequantizer for
-each call: the scales are its own, and calls whose factors have the same signs share the codes.
-
-``FoldChannelFactors`` folds multiplications by one factor a channel, or by one number, into the operators before them.
-
-Legend: f [K] the factors, 1 / s of a migration of outliers (``algorithms/smoothquant.py``), or [] the scale of an
-attention; x [.., K] the input of a Q; n the normalized value before its weight w and bias b; q [K', K] the codes of a
-linear's weight with scales t [K].
-
-    (n * w + b) * f = n * (w * f) + b * f        (x' (q * t) + b) * f = x' (q * (t * f)) + b * f
-
-So a normalization, or a linear whose weight has one scale for each output channel, does the multiplication at no cost,
-also through a Reshape that keeps the last axis and through the elementwise product of a gate. A single number also
-passes through every operator that only moves values. The multiplication stays if the value has other readers, or if the
-operator before it is of another kind.
-
-``FoldConvolutionFactors`` folds the factors of equalized convolutions into the convolution before.
-
-Legend: f [C] the factors 1 / s (``algorithms/cross_layer_equalization.py``), held as [C, 1, ..]; q [C, ..] the codes
-of a convolution's weight with scales t [C], b its bias.
-
-    relu(x (q t) + b) * f = relu(x (q (t f)) + b f)        min(relu(y), c) * f = min(relu(y f), c f)
-
-A ReLU and a padding with zeros let positive factors through, a minimum with a constant takes them in, and a clip
-between 0 and c becomes a ReLU and a minimum with a constant for each channel. If all scales t f come out alike but for
-rounding, one scale takes their place. The multiplication stays where the value has other readers, or something else
-made it.
-
-``FoldPadding`` gives a convolution the zeros around its input as its own padding.
-
-A zero is exact in every format, with a zero point too: ``Conv(DQ(Q(Pad(x))))`` equals ``Conv(DQ(Q(x)))`` with these
-pads. Behind a Pad of its own the quantizer cannot be fused into the layer before it, and both run alone, in floats.
+Symbols: q quantized weight, t [C] its scales, b [C] the bias, f the factors.
 """
 
 from __future__ import annotations
@@ -55,12 +15,12 @@ from quantizer.export.qdq.graph import attribute, floats, is_dequantize, maker, 
 from quantizer.export.qdq.operand import MATMULS, operands
 
 _CHANNELS = {"Conv": 0, "ConvTranspose": 1}
-"""The axis of the output channels in a weight, by operator."""
+"""Axis of the output channels in a weight, by operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Folded:
-    """Folded convolution: its codes, their scales [C] along ``axis``, and its bias [C]."""
+    """Folded convolution: quantized weight, its scales [C] along ``axis``, and its bias [C]."""
 
     convolution: Any
     axis: int
@@ -70,12 +30,20 @@ class _Folded:
 
 
 class FoldBatchNorm(MatchPass[_Folded]):
-    """``Conv(x, DQ(q, t), b) -> BatchNormalization`` becomes ``Conv(x, DQ(q', t'), b')``."""
+    """``Conv(x, DQ(q, t), b) -> BatchNormalization`` becomes ``Conv(x, DQ(q', t'), b')``.
 
-    left = "a batch normalization could still be folded"
+    With g [C] = gain / sqrt(variance + epsilon):
+    (x * (q t) + b - mean) g + shift = x * (q sign(g)) (t |g|) + (b - mean) g + shift.
+
+    Scales are positive, so q takes the sign. A channel with g = 0 gets zeros and keeps its scale. The pair stays if a
+    value has no negative (-128), or if a scale would become subnormal. A shared convolution gets one dequantizer per
+    call; calls whose factors have equal signs share q.
+    """
+
+    left = "a batch normalization can still be folded"
 
     def match(self, node: Any) -> _Folded | None:
-        """Return the convolution before a batch normalization, folded; None for a node that stays as it is."""
+        """Return the folded convolution before a batch normalization; None for any other node."""
         if node.op_type != "BatchNormalization" or node.outputs[0].is_graph_output():
             return None
         convolution = node.inputs[0].producer()
@@ -88,31 +56,31 @@ class FoldBatchNorm(MatchPass[_Folded]):
             return None
         weight = _stored(convolution.inputs[1], axis)
         statistics = [floats(value) for value in node.inputs[1:]]
-        given = convolution.inputs[2] if len(convolution.inputs) > 2 else None
-        before = np.zeros(()) if given is None else floats(given)
-        if weight is None or before is None or any(value is None for value in statistics):
+        bias_input = convolution.inputs[2] if len(convolution.inputs) > 2 else None
+        old_bias = np.zeros(()) if bias_input is None else floats(bias_input)
+        if weight is None or old_bias is None or any(value is None for value in statistics):
             return None
         gain, shift, mean, variance = (value.astype(np.float64) for value in statistics if value is not None)
         epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
         factors = gain / np.sqrt(variance + epsilon)
-        turned = _turned(*weight, axis, factors)
-        if turned is None:
+        multiplied = _multiplied(*weight, axis, factors)
+        if multiplied is None:
             return None
-        bias = (before.astype(np.float64) - mean) * factors + shift
-        return _Folded(convolution, axis, *turned, bias.astype(weight[1].dtype))
+        bias = (old_bias.astype(np.float64) - mean) * factors + shift
+        return _Folded(convolution, axis, *multiplied, bias.astype(weight[1].dtype))
 
-    def apply(self, model: Any, node: Any, found: _Folded) -> None:
-        """Give the convolution new constants: the present ones may have other readers."""
+    def apply(self, model: Any, node: Any, matched: _Folded) -> None:
+        """Give the convolution new constants, because the old ones may have other readers."""
         import onnx_ir
 
-        convolution, dequantize = found.convolution, _own_dequantizer(model, found.convolution)
+        convolution, dequantize = matched.convolution, _own_dequantizer(model, matched.convolution)
         step, scale = dequantize.inputs[:2]
-        dequantize.replace_input_with(0, _shared_constant(model, f"{step.name}_folded", found.codes, step.dtype))
-        dequantize.replace_input_with(1, add_constant(model, f"{scale.name}_folded", found.scales, scale.dtype))
-        dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", found.axis)
+        dequantize.replace_input_with(0, _shared_constant(model, f"{step.name}_folded", matched.codes, step.dtype))
+        dequantize.replace_input_with(1, add_constant(model, f"{scale.name}_folded", matched.scales, scale.dtype))
+        dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", matched.axis)
         old = convolution.inputs[2] if len(convolution.inputs) > 2 else None
         convolution.resize_inputs(3)
-        convolution.replace_input_with(2, add_constant(model, f"{scale.name}_bias", found.bias, scale.dtype))
+        convolution.replace_input_with(2, add_constant(model, f"{scale.name}_bias", matched.bias, scale.dtype))
         for value in (step, scale, old):
             if value is not None:
                 drop_unread(model, value)
@@ -120,13 +88,13 @@ class FoldBatchNorm(MatchPass[_Folded]):
 
 
 def _own_dequantizer(model: Any, convolution: Any) -> Any:
-    """Return the dequantizer of a weight, with no other reader: a new one if the present one has some."""
+    """Return a dequantizer that only this convolution reads; copy a shared one."""
     weight = convolution.inputs[1]
     dequantize = weight.producer()
     if len(list(weight.uses())) == 1:
         return dequantize
     attributes = list(dequantize.attributes.values())
-    made = insert_before(
+    copy = insert_before(
         convolution,
         "DequantizeLinear",
         dequantize.inputs,
@@ -134,21 +102,21 @@ def _own_dequantizer(model: Any, convolution: Any) -> Any:
         shape=weight.shape,
         attributes=attributes,
     )
-    made.producer().metadata_props.update(dequantize.metadata_props)
-    convolution.replace_input_with(1, made)
-    return made.producer()
+    copy.producer().metadata_props.update(dequantize.metadata_props)
+    convolution.replace_input_with(1, copy)
+    return copy.producer()
 
 
 def _shared_constant(model: Any, name: str, array: np.ndarray[Any, Any], element: Any) -> Any:
-    """Return a constant of this name with these values: the one that is there, or a new one."""
-    known = model.graph.initializers.get(name)
-    if known is not None and np.array_equal(known.const_value.numpy(), array):
-        return known
+    """Return the constant with this name and these values; add it if it does not exist."""
+    existing = model.graph.initializers.get(name)
+    if existing is not None and np.array_equal(existing.const_value.numpy(), array):
+        return existing
     return add_constant(model, name, array, element)
 
 
 def _stored(value: Any, axis: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """Return codes and scales of a weight with one scale, or one for each output channel."""
+    """Return quantized values and scales of a weight with one scale, or one per output channel; None otherwise."""
     node = value.producer()
     if not is_dequantize(node):
         return None
@@ -160,30 +128,30 @@ def _stored(value: Any, axis: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any
     return codes.numpy(), scales
 
 
-def _turned(
+def _multiplied(
     codes: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], axis: int, factors: np.ndarray[Any, Any]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """Return codes and scales times the factors; None if they are not exact."""
+    """Return weight and scales multiplied by the factors; None if the result is not exact."""
     channels = np.moveaxis(codes, axis, 0).astype(np.float32)
     signs = np.sign(factors).astype(np.float32)
-    made = channels * signs.reshape(-1, *[1] * (codes.ndim - 1))
-    stored = made.astype(codes.dtype)
-    wanted = np.where(factors == 0, 1.0, np.abs(factors)) * scales.astype(np.float64)
-    multiplied = wanted.astype(scales.dtype)
-    if not np.array_equal(stored.astype(np.float32), made) or (wanted < smallest_normal(scales.dtype)).any():
+    signed = channels * signs.reshape(-1, *[1] * (codes.ndim - 1))
+    converted = signed.astype(codes.dtype)
+    exact = np.where(factors == 0, 1.0, np.abs(factors)) * scales.astype(np.float64)
+    multiplied = exact.astype(scales.dtype)
+    if not np.array_equal(converted.astype(np.float32), signed) or (exact < smallest_normal(scales.dtype)).any():
         return None
-    return np.ascontiguousarray(np.moveaxis(stored, 0, axis)), multiplied
+    return np.ascontiguousarray(np.moveaxis(converted, 0, axis)), multiplied
 
 
 _NORMALIZATIONS = {"LayerNormalization": (1, 2), "RMSNormalization": (1,)}
-"""Inputs that scale and shift the result, by operator; all of them are [K]."""
+"""Indices of the inputs [K] that scale and shift the result, by operator."""
 
 _LAYOUT = frozenset({"Expand", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Edit:
-    """Constant input of a node that takes the factors in, with its new value."""
+    """Constant input of a node that absorbs the factors, with its new value."""
 
     node: Any
     index: int
@@ -191,20 +159,28 @@ class _Edit:
 
 
 class FoldChannelFactors(MatchPass[list[_Edit]]):
-    """``LayerNorm(x, w, b) -> Mul(f) -> Q`` becomes ``LayerNorm(x, w * f, b * f) -> Q``, and so on."""
+    """``LayerNorm(x, w, b) -> Mul(f) -> Q`` becomes ``LayerNorm(x, w * f, b * f) -> Q``, and so on.
 
-    left = "a multiplication could still be folded"
-    # Of two in a row, only quantizers read the first once the second is removed.
+    f [K] is 1 / s of SmoothQuant (``algorithms/smoothquant.py``), or f [] the scale of an attention:
+    (n * w + b) * f = n * (w * f) + b * f and (x' (q * t) + b) * f = x' (q * (t * f)) + b * f.
+
+    A normalization, or a linear layer with one scale per output channel, absorbs the factors at no cost, also through a
+    Reshape that keeps the last axis and through the Mul of a gate. A single number passes through all layout operators.
+    The Mul stays if its input has other readers, or comes from another operator.
+    """
+
+    left = "a multiplication can still be folded"
+    # Of two multiplications in a row, the second must be removed first.
     backwards = True
 
     def match(self, node: Any) -> list[_Edit] | None:
-        """Return the edits that replace a multiplication by factors; None for a node that stays."""
+        """Return the edits that replace a multiplication by factors; None for any other node."""
         factors = _factors(node)
         return None if factors is None else _edits(node.inputs[0], factors)
 
-    def apply(self, model: Any, node: Any, found: list[_Edit]) -> None:
-        for edit in found:
-            # A new constant: the present one may have other readers.
+    def apply(self, model: Any, node: Any, matched: list[_Edit]) -> None:
+        for edit in matched:
+            # The old constant may have other readers.
             old = edit.node.inputs[edit.index]
             edit.node.replace_input_with(edit.index, add_constant(model, f"{old.name}_folded", edit.array, old.dtype))
             _drop(model, old)
@@ -215,7 +191,7 @@ class FoldChannelFactors(MatchPass[list[_Edit]]):
 
 
 def _factors(node: Any) -> np.ndarray[Any, Any] | None:
-    """Return f [K] or [] of a Mul (x, f) that only quantizers or products with stored weights read; None otherwise."""
+    """Return f [K] or [] of a Mul (x, f) if only quantizers or MatMuls with stored weights read it; None otherwise."""
     if node.op_type != "Mul" or node.inputs[1] is None:
         return None
     readers = list(node.outputs[0].uses())
@@ -226,7 +202,7 @@ def _factors(node: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _rounds(reader: Any, index: int) -> bool:
-    """Return whether a reader rounds its input, or multiplies it by a weight that is stored in codes."""
+    """Return whether a reader quantizes its input, or multiplies it by a stored quantized weight."""
     if reader.op_type in MATMULS and index == 0:
         weight = operands(reader)[1]
         return weight.quantized and weight.is_weight
@@ -234,7 +210,7 @@ def _rounds(reader: Any, index: int) -> bool:
 
 
 def _edits(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
-    """Return the edits that multiply ``value`` [.., K] by the factors where it is computed; None if there are none."""
+    """Return the edits that multiply ``value`` [.., K] by the factors at its origin; None if impossible."""
     node = value.producer()
     if node is None or value.is_graph_output() or len(list(value.uses())) != 1:
         return None
@@ -244,8 +220,8 @@ def _edits(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
         return _edits(node.inputs[0], factors)
     if node.op_type == "Reshape":
         shapes = value.shape, node.inputs[0].shape
-        kept = all(shape is not None and len(shape) > 0 and shape[-1] == len(factors) for shape in shapes)
-        return _edits(node.inputs[0], factors) if kept else None
+        keeps_channels = all(shape is not None and len(shape) > 0 and shape[-1] == len(factors) for shape in shapes)
+        return _edits(node.inputs[0], factors) if keeps_channels else None
     if node.op_type == "Mul":
         constant = next((i for i in (0, 1) if floats(node.inputs[i]) is not None), None)
         if constant is not None:
@@ -253,17 +229,17 @@ def _edits(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
         first = _edits(node.inputs[0], factors)
         return _edits(node.inputs[1], factors) if first is None else first
     if node.op_type in ("Add", "Gemm", "MatMul"):
-        return _of_sum(node, factors)
+        return _sum_edits(node, factors)
     return None
 
 
-def _of_sum(node: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
-    """Return these edits for a product with a stored weight, or for a sum with a constant."""
+def _sum_edits(node: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
+    """Return the edits for a MatMul with a stored weight, or for an Add of a constant."""
     if node.op_type == "MatMul":
         return _stored_weight(node.inputs[1], factors)
     if node.op_type == "Gemm":
-        turned = bool(attribute(node, "transB", 0))
-        product = _stored_weight(node.inputs[1], factors, from_end=2 if turned else 1)
+        is_transposed = bool(attribute(node, "transB", 0))
+        product = _stored_weight(node.inputs[1], factors, from_end=2 if is_transposed else 1)
         bias = [2] if len(node.inputs) > 2 else []
     else:
         bias = [i for i in (0, 1) if floats(node.inputs[i]) is not None][:1]
@@ -273,7 +249,7 @@ def _of_sum(node: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
 
 
 def _stored_weight(value: Any, factors: np.ndarray[Any, Any], from_end: int = 1) -> list[_Edit] | None:
-    """Return the edit of the scales of a weight whose channels are the last axis (2: the last but one).
+    """Return the edit of the scales of a weight; its channels are the last axis (``from_end=2``: the second last).
 
     None if a scale becomes subnormal, which would lose its precision.
     """
@@ -286,7 +262,7 @@ def _stored_weight(value: Any, factors: np.ndarray[Any, Any], from_end: int = 1)
     if factors.ndim:
         along, channels = None if axis is None else axis.as_int() % len(stored.shape), len(stored.shape) - from_end
         if attribute(node, "block_size", 0):
-            # Blocks of input channels: the scales of an output channel are a row or a column of a matrix.
+            # With blocks of input channels, the scales of an output channel are a row or column of a matrix.
             along, factors = channels, factors.reshape([-1] + [1] * (from_end - 1))
         if along != channels:
             return None
@@ -296,7 +272,7 @@ def _stored_weight(value: Any, factors: np.ndarray[Any, Any], from_end: int = 1)
 
 
 def _scaled(node: Any, inputs: list[int], factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
-    """Return the edits of some inputs of a node; None if one is not a constant, or has not all the factors' axes."""
+    """Return the edits of constant inputs; None if an input is not constant or lacks an axis of the factors."""
     arrays = [floats(node.inputs[index]) for index in inputs]
     edits = []
     for index, array in zip(inputs, arrays, strict=True):
@@ -307,7 +283,7 @@ def _scaled(node: Any, inputs: list[int], factors: np.ndarray[Any, Any]) -> list
 
 
 def _fits(shape: tuple[int, ...], factors: tuple[int, ...]) -> bool:
-    """Return whether a tensor times factors is of its own shape, with a factor of its own for each index of an axis."""
+    """Return whether multiplication by the factors keeps the shape of a tensor."""
     axes = len(factors)
     return len(shape) >= axes and all(
         factor in (1, size) for factor, size in zip(factors, shape[len(shape) - axes :], strict=True)
@@ -315,22 +291,19 @@ def _fits(shape: tuple[int, ...], factors: tuple[int, ...]) -> bool:
 
 
 def _drop(model: Any, value: Any) -> None:
-    """Remove a constant that nothing reads."""
+    """Remove an unread constant, or an unread value with its producer."""
     drop_unread(model, value)
     if value.producer() is not None and not value.uses():
         model.graph.remove(value.producer(), safe=True)
 
 
-_ALIKE = 4.0
-"""The relative difference between scales, in epsilons of their type, up to which they are one.
-
-Each is a rounded product of two rounded numbers.
-"""
+_SCALE_TOLERANCE = 4.0
+"""Relative difference in epsilons up to which scales count as equal; each is a rounded product of rounded numbers."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _FoldedConvolution:
-    """The convolution that takes factors in, its new scales and bias, and the clips on the way with their bounds."""
+    """Convolution that absorbs factors: its new scales and bias, and the clips behind it with their bounds."""
 
     convolution: Any
     scales: np.ndarray[Any, Any]
@@ -339,41 +312,49 @@ class _FoldedConvolution:
 
 
 class FoldConvolutionFactors(MatchPass[_FoldedConvolution]):
-    """``Conv(x, DQ(q, t), b) -> Relu -> Mul(f) -> Q`` becomes ``Conv(x, DQ(q, t * f), b * f) -> Relu -> Q``."""
+    """``Conv(x, DQ(q, t), b) -> Relu -> Mul(f) -> Q`` becomes ``Conv(x, DQ(q, t * f), b * f) -> Relu -> Q``.
 
-    left = "factors of an equalized convolution could still be folded"
+    f [C, 1, ..] is 1 / s of an equalized convolution (``algorithms/cross_layer_equalization.py``):
+    relu(x (q t) + b) * f = relu(x (q (t f)) + b f) and min(relu(y), c) * f = min(relu(y f), c f).
+
+    A Relu and a Pad with zeros let positive factors pass. A Min with a constant absorbs them. A Clip between 0 and c
+    becomes a Relu and a Min with one constant per channel. If all scales t f are equal except for rounding, one scale
+    replaces them. The Mul stays if its input has other readers, or comes from another operator.
+    """
+
+    left = "factors of an equalized convolution can still be folded"
 
     def match(self, node: Any) -> _FoldedConvolution | None:
-        """Return what takes a multiplication by factors in; None for a node that stays."""
+        """Return the convolution that absorbs a multiplication by factors; None for any other node."""
         factors = _convolution_factors(node)
         if factors is None:
             return None
         clips: list[tuple[Any, np.ndarray[Any, Any]]] = []
         value = node.inputs[0]
-        while (made := _only_reader(value)) is not None and made.op_type != "Conv":
-            bound = _bound(made)
+        while (producer := _exclusive_producer(value)) is not None and producer.op_type != "Conv":
+            bound = _bound(producer)
             if bound is not None:
-                clips.append((made, bound))
-            elif made.op_type != "Relu" and not _pads_zeros(made):
+                clips.append((producer, bound))
+            elif producer.op_type != "Relu" and not _pads_zeros(producer):
                 return None
-            value = made.inputs[0]
-        return None if made is None else _folded(made, factors, clips)
+            value = producer.inputs[0]
+        return None if producer is None else _folded(producer, factors, clips)
 
-    def apply(self, model: Any, node: Any, found: _FoldedConvolution) -> None:
-        """Give the convolution new constants: the present ones may have other readers."""
+    def apply(self, model: Any, node: Any, matched: _FoldedConvolution) -> None:
+        """Give the convolution new constants, because the old ones may have other readers."""
         factors = floats(node.inputs[1])
         assert factors is not None
-        convolution, dequantize = found.convolution, found.convolution.inputs[1].producer()
+        convolution, dequantize = matched.convolution, matched.convolution.inputs[1].producer()
         scale = dequantize.inputs[1]
-        dequantize.replace_input_with(1, add_constant(model, f"{scale.name}_folded", found.scales, scale.dtype))
-        if found.scales.ndim == 0:
+        dequantize.replace_input_with(1, add_constant(model, f"{scale.name}_folded", matched.scales, scale.dtype))
+        if matched.scales.ndim == 0:
             del dequantize.attributes["axis"]
         drop_unread(model, scale)
-        if found.bias is not None:
+        if matched.bias is not None:
             old = convolution.inputs[2]
-            convolution.replace_input_with(2, add_constant(model, f"{old.name}_folded", found.bias, old.dtype))
+            convolution.replace_input_with(2, add_constant(model, f"{old.name}_folded", matched.bias, old.dtype))
             drop_unread(model, old)
-        for clip, bound in found.clips:
+        for clip, bound in matched.clips:
             source, result = clip.inputs[0], clip.outputs[0]
             bounds = add_constant(model, f"{result.name}_bounds", (factors * bound).astype(factors.dtype), source.dtype)
             if clip.op_type == "Clip":
@@ -395,7 +376,7 @@ def _convolution_factors(node: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _bound(node: Any) -> np.ndarray[Any, Any] | None:
-    """Return c of a clip between 0 and c, or of a minimum with c, a number or one for each channel; None otherwise."""
+    """Return c of a Clip between 0 and c or a Min with c, where c is a number or one per channel; None otherwise."""
     if node.op_type == "Clip" and len(node.inputs) > 2 and scalar(node.inputs[1]) == 0:
         return floats(node.inputs[2])
     if node.op_type != "Min" or len(node.inputs) != 2:
@@ -404,8 +385,8 @@ def _bound(node: Any) -> np.ndarray[Any, Any] | None:
     return bound if bound is not None and (bound.ndim == 0 or bound.size == max(bound.shape)) else None
 
 
-def _only_reader(value: Any) -> Any:
-    """Return the node that made a value; None if the value has other readers too."""
+def _exclusive_producer(value: Any) -> Any:
+    """Return the producer of a value; None if the value has other readers."""
     return None if value.is_graph_output() or len(list(value.uses())) != 1 else value.producer()
 
 
@@ -419,30 +400,30 @@ def _pads_zeros(node: Any) -> bool:
 def _folded(
     convolution: Any, factors: np.ndarray[Any, Any], clips: list[tuple[Any, np.ndarray[Any, Any]]]
 ) -> _FoldedConvolution | None:
-    """Return a convolution with the factors in its scales and its bias; None if it has no such constants."""
+    """Return the convolution with factors folded into its scales and bias; None if they are not constants."""
     node = convolution.inputs[1].producer()
     if not is_dequantize(node) or len(list(convolution.inputs[1].uses())) != 1 or "block_size" in node.attributes:
         return None
     codes, scales = node.inputs[0].const_value, floats(node.inputs[1])
-    given = convolution.inputs[2] if len(convolution.inputs) > 2 else None
-    bias = None if given is None else floats(given)
-    if codes is None or scales is None or scales.shape != (factors.size,) or (given is not None and bias is None):
+    bias_input = convolution.inputs[2] if len(convolution.inputs) > 2 else None
+    bias = None if bias_input is None else floats(bias_input)
+    if codes is None or scales is None or scales.shape != (factors.size,) or (bias_input is not None and bias is None):
         return None
     if node.attributes["axis"].as_int() % len(codes.shape) != 0:
         return None
     row = factors.reshape(-1).astype(np.float64)
-    wanted = scales.astype(np.float64) * row
-    if (wanted < smallest_normal(scales.dtype)).any():
+    exact = scales.astype(np.float64) * row
+    if (exact < smallest_normal(scales.dtype)).any():
         return None
-    if np.ptp(wanted) <= _ALIKE * np.finfo(scales.dtype).eps * wanted.max():
-        wanted = np.asarray(np.median(wanted))
-    held = None if bias is None else (bias.astype(np.float64) * row).astype(bias.dtype)
-    return _FoldedConvolution(convolution=convolution, scales=wanted.astype(scales.dtype), bias=held, clips=clips)
+    if np.ptp(exact) <= _SCALE_TOLERANCE * np.finfo(scales.dtype).eps * exact.max():
+        exact = np.asarray(np.median(exact))
+    new_bias = None if bias is None else (bias.astype(np.float64) * row).astype(bias.dtype)
+    return _FoldedConvolution(convolution=convolution, scales=exact.astype(scales.dtype), bias=new_bias, clips=clips)
 
 
 @dataclass(frozen=True, slots=True)
 class _Padded:
-    """The reader of a Pad, the value before it, and the pads of the convolution when it is gone."""
+    """Reader of a Pad, the input of the Pad, and the pads of the convolution without it."""
 
     reader: Any
     before: Any
@@ -450,12 +431,16 @@ class _Padded:
 
 
 class FoldPadding(MatchPass[_Padded]):
-    """``Conv(DQ(Q(Pad(x))), w)`` becomes ``Conv(DQ(Q(x)), w)``, and ``Conv(Pad(x), w)`` becomes ``Conv(x, w)``."""
+    """``Conv(DQ(Q(Pad(x))), w)`` becomes ``Conv(DQ(Q(x)), w)``, and ``Conv(Pad(x), w)`` becomes ``Conv(x, w)``.
 
-    left = "a padding could still be folded"
+    The convolution takes the pads: zeros are exact in every format. A Pad would keep the quantizer from being fused
+    into the layer before it.
+    """
+
+    left = "a padding can still be folded"
 
     def match(self, node: Any) -> _Padded | None:
-        """Return the padding before a convolution; None for a node that stays as it is."""
+        """Return the padding before a convolution; None for any other node."""
         if node.op_type != "Conv" or _text(node, "auto_pad", "NOTSET") != "NOTSET":
             return None
         pair = pair_before(node.inputs[0])
@@ -470,14 +455,14 @@ class FoldPadding(MatchPass[_Padded]):
         present = node.attributes["pads"].as_ints() if "pads" in node.attributes else [0] * len(added)
         return _Padded(reader, pad.inputs[0], [old + new for old, new in zip(present, added, strict=True)])
 
-    def apply(self, model: Any, node: Any, found: _Padded) -> None:
-        """Read what the Pad reads; a Pad that nothing reads any more is dropped by a later pass."""
+    def apply(self, model: Any, node: Any, matched: _Padded) -> None:
+        """Bypass the Pad; ``DropUnreadNodes`` removes it."""
         import onnx_ir
 
-        found.reader.replace_input_with(0, found.before)
-        node.attributes["pads"] = onnx_ir.AttrInt64s("pads", found.pads)
+        matched.reader.replace_input_with(0, matched.before)
+        node.attributes["pads"] = onnx_ir.AttrInt64s("pads", matched.pads)
         for entry in pair_before(node.inputs[0]) or ():
-            entry.outputs[0].shape = found.before.shape
+            entry.outputs[0].shape = matched.before.shape
 
 
 def _text(node: Any, name: str, default: str) -> str:
@@ -485,15 +470,15 @@ def _text(node: Any, name: str, default: str) -> str:
 
 
 def _zeros_around(pad: Any) -> list[int] | None:
-    """Return the spatial pads of a Pad with zeros, as ``Conv.pads`` has them; None for any other Pad."""
+    """Return the spatial pads of a Pad with zeros in the order of ``Conv.pads``; None for any other Pad."""
     if _text(pad, "mode", "constant") != "constant":
         return None
-    given = [*pad.inputs, None, None, None][:4]
-    if given[1] is None or given[1].const_value is None or given[3] is not None:
+    inputs = [*pad.inputs, None, None, None][:4]
+    if inputs[1] is None or inputs[1].const_value is None or inputs[3] is not None:
         return None
-    if given[2] is not None and ((value := floats(given[2])) is None or value.any()):
+    if inputs[2] is not None and ((value := floats(inputs[2])) is None or value.any()):
         return None
-    pads = [int(size) for size in given[1].const_value.numpy()]
+    pads = [int(size) for size in inputs[1].const_value.numpy()]
     rank = len(pads) // 2
     begin, end = pads[:rank], pads[rank:]
     if rank < 3 or any([*begin[:2], *end[:2]]) or min(pads) < 0:

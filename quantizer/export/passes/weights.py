@@ -1,18 +1,4 @@
-"""Passes that store weights as engines read them.
-
-Gather(DQ(w [E, K, N], scale [E, 1, N], blocks of K), e) = DQ(w[e] [K, N], scale[e] [N], axis 1)
-
-``torch.bmm(x, w.expand(len(x), -1, -1))`` exports as an Expand between the DequantizeLinear of w and the MatMul.
-A MatMul broadcasts by itself, and engines have integer kernels for a stored weight alone.
-
-Blocks keep to their axis: scales [N, K / B] of blocks on axis 1 become [K / B, N] of blocks on axis 0.
-
-``torch.nn.functional.linear`` exports as DequantizeLinear - Transpose - MatMul of a weight [N, K].
-
-A frozen proxy holds its weights as codes already, those of INT4 in a byte each; a proxy that trains holds them as
-floats behind a Q/DQ pair. The shift of a bias (``algorithms/bias_correction.py``) is a constant of its own in both;
-the exporter itself adds up constants of at most 8192 numbers.
-"""
+"""Graph passes that store weights quantized, in the layout that engines read."""
 
 from __future__ import annotations
 
@@ -31,23 +17,23 @@ _EXPERTS = 3  # axes
 
 
 class ExpertWeights(MatchPass[int]):
-    """Each matrix of stored experts that is read becomes a stored matrix."""
+    """``Gather(DQ(w [E, K, N], s [E, 1, N]), e)`` becomes ``DQ(w[e] [K, N], s[e] [N], axis 1)``."""
 
-    left = "a matrix is taken out of dequantized experts"
+    left = "a Gather still reads a matrix of dequantized experts"
 
     def match(self, node: Any) -> int | None:
-        """Return the number of the expert that a Gather takes out of stored ones; None for any other node."""
+        """Return the expert index of a Gather of stored expert weights; None for any other node."""
         if node.op_type != "Gather" or not is_dequantized(node.inputs[0]):
             return None
         stored = node.inputs[0].producer().inputs
         number = node.inputs[1].const_value
-        constant = number is not None and all(given is None or given.const_value is not None for given in stored)
+        constant = number is not None and all(value is None or value.const_value is not None for value in stored)
         first_axis = "axis" not in node.attributes or node.attributes["axis"].as_int() == 0
         if not constant or not first_axis or number.numpy().ndim or len(stored[0].shape) != _EXPERTS:
             return None
         return int(number.numpy())
 
-    def apply(self, model: Any, node: Any, found: int) -> None:
+    def apply(self, model: Any, node: Any, matched: int) -> None:
         import onnx_ir
 
         dequantize = node.inputs[0].producer()
@@ -56,32 +42,32 @@ class ExpertWeights(MatchPass[int]):
         depth = int(dequantize.inputs[0].shape[1])
 
         def of_expert(array: Any) -> Any:
-            """Return the scales of the expert: of its channels, of blocks, or one."""
+            """Return the scales of one expert, per channel, per block or scalar."""
             if array.ndim == 0:
                 return array
-            return array[found].reshape(-1) if blocks == depth else array[found]
+            return array[matched].reshape(-1) if blocks == depth else array[matched]
 
         def constant(value: Any, change: Any) -> Any:
             array = np.ascontiguousarray(change(value.const_value.numpy()))
-            return add_constant(model, f"{value.name}_{found}", array, value.const_value.dtype)
+            return add_constant(model, f"{value.name}_{matched}", array, value.const_value.dtype)
 
         codes, scale, *zero = (value for value in dequantize.inputs if value is not None)
-        inputs = [constant(codes, lambda array: array[found]), constant(scale, of_expert)]
+        inputs = [constant(codes, lambda array: array[matched]), constant(scale, of_expert)]
         inputs += [constant(value, of_expert) for value in zero]
         attributes = []
         if blocks is not None:
-            whole = blocks == depth
-            attributes = [onnx_ir.AttrInt64("axis", 1 if whole else int(axis or 0) - 1)]
-            attributes += [] if whole else [onnx_ir.AttrInt64("block_size", blocks)]
-        taken = node.inputs[0]
-        shape = onnx_ir.Shape(taken.shape[1:])
-        made = insert_before(node, "DequantizeLinear", inputs, like=taken, shape=shape, attributes=attributes)
-        made.producer().metadata_props.update(dequantize.metadata_props)
-        node.outputs[0].replace_all_uses_with(made)
+            is_channelwise = blocks == depth
+            attributes = [onnx_ir.AttrInt64("axis", 1 if is_channelwise else int(axis or 0) - 1)]
+            attributes += [] if is_channelwise else [onnx_ir.AttrInt64("block_size", blocks)]
+        experts = node.inputs[0]
+        shape = onnx_ir.Shape(experts.shape[1:])
+        matrix = insert_before(node, "DequantizeLinear", inputs, like=experts, shape=shape, attributes=attributes)
+        matrix.producer().metadata_props.update(dequantize.metadata_props)
+        node.outputs[0].replace_all_uses_with(matrix)
         index = node.inputs[1]
         model.graph.remove(node, safe=True)
         drop_unread(model, index)
-        if not taken.uses():
+        if not experts.uses():
             stored = [value for value in dequantize.inputs if value is not None]
             model.graph.remove(dequantize, safe=True)
             for value in stored:
@@ -93,19 +79,23 @@ _MATRIX = 2  # axes
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """An input of a MatMul that an Expand spreads, by its index, and the DequantizeLinear before."""
+    """Input index of a MatMul behind an Expand, and the DequantizeLinear before it."""
 
     index: int
     dequantize: Any
 
 
 class UnspreadWeights(MatchPass[_Spread]):
-    """``MatMul(x [B, M, K], Expand(DQ(w [1, K, N])))`` becomes ``MatMul(x, DQ(w [K, N]))``."""
+    """``MatMul(x [B, M, K], Expand(DQ(w [1, K, N])))`` becomes ``MatMul(x, DQ(w [K, N]))``.
 
-    left = "a stored weight is still spread over the batch before its product"
+    ``torch.bmm(x, w.expand(len(x), -1, -1))`` exports with this Expand. MatMul broadcasts without it, and engines have
+    integer kernels only for stored weights.
+    """
+
+    left = "a stored weight is still expanded over the batch before its MatMul"
 
     def match(self, node: Any) -> _Spread | None:
-        """Return which input is spread; None for other nodes, and where the other input may be broadcast to it."""
+        """Return the expanded input; None for any other node, or if the other input may broadcast."""
         if node.op_type != "MatMul":
             return None
         for index, value in enumerate(node.inputs):
@@ -118,34 +108,34 @@ class UnspreadWeights(MatchPass[_Spread]):
             shape, spread = list(dequantize.inputs[0].shape), list(value.shape)
             lead = _lead(value)
             ones = len(shape) == len(spread) and all(size == 1 for size in shape[:-_MATRIX])
-            # Sizes of a batch are names, and the same name is the same size; one without a name may be any.
+            # Equal names of dynamic sizes mean equal sizes; a size without a name is unknown.
             known = None not in [getattr(size, "value", size) for size in lead]
             if ones and known and lead and shape[-_MATRIX:] == spread[-_MATRIX:] and _lead(other) == lead:
                 return _Spread(index, dequantize)
         return None
 
-    def apply(self, model: Any, node: Any, found: _Spread) -> None:
-        """Let the node read the weight, as a matrix where nothing else reads it."""
-        dequantize = found.dequantize
-        spread = node.inputs[found.index]
-        node.replace_input_with(found.index, dequantize.outputs[0])
+    def apply(self, model: Any, node: Any, matched: _Spread) -> None:
+        """Let the node read the weight directly, as a matrix if nothing else reads it."""
+        dequantize = matched.dequantize
+        spread = node.inputs[matched.index]
+        node.replace_input_with(matched.index, dequantize.outputs[0])
         if not spread.uses() and not spread.is_graph_output():
             spread.producer().graph.remove(spread.producer(), safe=True)
         _as_matrix(dequantize)
 
 
 def _lead(value: Any) -> list[Any]:
-    """Return the sizes of all axes before those of the matrix."""
+    """Return the sizes of the axes before the matrix."""
     return list(value.shape)[:-_MATRIX]
 
 
 def _as_matrix(dequantize: Any) -> None:
-    """Store a weight [1, K, N] as [K, N] if its codes and their values have one reader each, and it has no blocks."""
+    """Store a weight [1, K, N] as [K, N] if a single node reads it, and without blocks."""
     import onnx_ir
 
     stored, scale = dequantize.inputs[0], dequantize.inputs[1]
-    alone = len(list(stored.uses())) == 1 and len(list(dequantize.outputs[0].uses())) == 1
-    if not alone or stored.const_value is None or scale.shape is None or len(scale.shape) > 1:
+    single_readers = len(list(stored.uses())) == 1 and len(list(dequantize.outputs[0].uses())) == 1
+    if not single_readers or stored.const_value is None or scale.shape is None or len(scale.shape) > 1:
         return
     shape = list(stored.shape)
     axis = attribute(dequantize, "axis", 1) % len(shape)
@@ -162,7 +152,8 @@ def _as_matrix(dequantize: Any) -> None:
 class WeightsAsRead:
     """``DQ(w [N, K], axis 0) -> Transpose -> MatMul`` becomes ``DQ(w' [K, N], axis 1) -> MatMul``.
 
-    A module that is called several times has a Transpose for each call, and one weight.
+    ``torch.nn.functional.linear`` exports with this Transpose, once per call of a module. Scales [N, K / B] of blocks
+    on axis 1 become [K / B, N] on axis 0.
     """
 
     def requires(self, model: Any) -> str | None:
@@ -171,7 +162,7 @@ class WeightsAsRead:
     def run(self, model: Any) -> int:
         changed = 0
         for dequantize, transposes in _transposed_weights(model):
-            _turn(dequantize)
+            _transpose_weight(dequantize)
             for transpose in transposes:
                 transpose.outputs[0].replace_all_uses_with(dequantize.outputs[0])
                 transpose.graph.remove(transpose, safe=True)
@@ -179,21 +170,21 @@ class WeightsAsRead:
         return changed
 
     def ensures(self, model: Any) -> str | None:
-        left = [transposes[0].name for _, transposes in _transposed_weights(model)]
-        return f"a Transpose still stands behind a stored weight: {left[0]}" if left else None
+        unchanged = [transposes[0].name for _, transposes in _transposed_weights(model)]
+        return f"a Transpose still follows a stored weight: {unchanged[0]}" if unchanged else None
 
 
 def _transposed_weights(model: Any) -> list[tuple[Any, list[Any]]]:
-    """Return the dequantizers of weights that nothing but Transposes reads, each with those."""
-    found = []
+    """Return the dequantizers of weights that only Transposes read, each with its Transposes."""
+    weights = []
     for node in model.graph:
         if not is_dequantize(node) or node.outputs[0].is_graph_output() or len(node.inputs[0].shape or ()) != 2:
             continue
         readers = node.outputs[0].consumers()
-        # Other readers need the weight as it is.
-        if readers and all(map(_is_transpose, readers)) and all(map(_is_own, _matrices(node))):
-            found.append((node, list(readers)))
-    return found
+        # Other readers need the original layout.
+        if readers and all(map(_is_transpose, readers)) and all(map(_has_one_reader, _matrices(node))):
+            weights.append((node, list(readers)))
+    return weights
 
 
 def _is_transpose(node: Any) -> bool:
@@ -201,17 +192,17 @@ def _is_transpose(node: Any) -> bool:
 
 
 def _matrices(dequantize: Any) -> list[Any]:
-    """Return the stored weight, and scale and zero point if they are those of blocks."""
+    """Return the stored weight, and scale and zero point if they are matrices of blocks."""
     return [value for value in dequantize.inputs if value is not None and len(value.shape) == 2]
 
 
-def _is_own(value: Any) -> bool:
-    """Return whether a value is a constant of the file that only one node reads."""
+def _has_one_reader(value: Any) -> bool:
+    """Return whether a value is a constant with a single reader."""
     return value.is_initializer() and value.const_value is not None and len(list(value.uses())) == 1
 
 
-def _turn(dequantize: Any) -> None:
-    """Transpose a stored weight, with the scales of its blocks, and move its channels or blocks to the other axis."""
+def _transpose_weight(dequantize: Any) -> None:
+    """Transpose a stored weight and its block scales, and swap the axis of the DequantizeLinear."""
     import onnx_ir
 
     for value in _matrices(dequantize):
@@ -224,9 +215,11 @@ def _turn(dequantize: Any) -> None:
 
 
 class StoreWeights:
-    """``Q(w, s) -> DQ`` and ``Cast(w) -> DQ`` of a constant w become ``DQ`` of stored codes.
+    """``Q(w, s) -> DQ`` and ``Cast(w) -> DQ`` of a constant w become ``DQ`` of stored quantized values.
 
-    ``Add(b, d)`` of two constants [C] becomes the constant b + d.
+    A frozen proxy holds INT4 weights in bytes; a proxy in training holds floats behind a Q/DQ pair. ``Add(b, d)`` of
+    two constants [C] becomes the constant b + d (``algorithms/bias_correction.py``): the exporter only folds small
+    constants.
     """
 
     def requires(self, model: Any) -> str | None:
@@ -235,35 +228,35 @@ class StoreWeights:
     def run(self, model: Any) -> int:
         import onnx_ir
 
-        found = _constant_weights(model)
-        for node, kind in found:
+        weights = _constant_weights(model)
+        for node, kind in weights:
             element = onnx_ir.DataType[kind.onnx_type]
-            # A code of at most 8 bits is exact in float32, and numpy converts float32 to every format.
-            codes = _codes(node, kind).astype(np.float32).astype(element.numpy())
+            # Values of at most 8 bits are exact in float32, which numpy converts to every format.
+            codes = _quantized_values(node, kind).astype(np.float32).astype(element.numpy())
             name = "_".join([*(value.name for value in node.inputs[:2]), "stored"])
             node.outputs[0].replace_all_uses_with(add_constant(model, name, codes, element))
             _remove(model, node)
         shifted = _shifted_biases(model)
         for node, bias, shift in shifted:
             value = node.inputs[0]
-            # Rounded once, like a sum of two numbers of the type.
-            whole = (bias.astype(np.float64) + shift).astype(bias.dtype)
-            node.outputs[0].replace_all_uses_with(add_constant(model, f"{value.name}_shifted", whole, value.dtype))
+            # Round once, like a sum of two numbers of this type.
+            total = (bias.astype(np.float64) + shift).astype(bias.dtype)
+            node.outputs[0].replace_all_uses_with(add_constant(model, f"{value.name}_shifted", total, value.dtype))
             _remove(model, node)
-        return len(found) + len(shifted)
+        return len(weights) + len(shifted)
 
     def ensures(self, model: Any) -> str | None:
-        left = [node.inputs[0].name for node, _ in _constant_weights(model)]
-        apart = [node.inputs[0].name for node, _, _ in _shifted_biases(model)]
-        if apart:
-            return f"a bias is stored without its shift: {apart[0]}"
-        return f"a weight is not stored in its format: {left[0]}" if left else None
+        unstored = [node.inputs[0].name for node, _ in _constant_weights(model)]
+        unshifted = [node.inputs[0].name for node, _, _ in _shifted_biases(model)]
+        if unshifted:
+            return f"a bias is stored without its shift: {unshifted[0]}"
+        return f"a weight is not stored in its format: {unstored[0]}" if unstored else None
 
 
 def _constant_weights(model: Any) -> list[tuple[Any, QType]]:
-    """Return the nodes that make codes of constants, and the formats of those codes."""
+    """Return the nodes that quantize a constant, and their formats."""
     formats = {kind.onnx_type: kind for kind in QTYPES.values()}
-    found = []
+    weights = []
     for node in model.graph:
         if node.op_type not in ("QuantizeLinear", "Cast") or any(
             v is None or v.const_value is None for v in node.inputs
@@ -271,23 +264,23 @@ def _constant_weights(model: Any) -> list[tuple[Any, QType]]:
             continue
         kind = formats.get(_element_of(node))
         if kind is not None and (node.op_type == "QuantizeLinear" or kind.is_packed):
-            found.append((node, kind))
-    return found
+            weights.append((node, kind))
+    return weights
 
 
 def _shifted_biases(model: Any) -> list[tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """Return the nodes that add up two constants [C], and these."""
-    found = []
+    """Return the nodes that add two constants [C], and these constants."""
+    biases = []
     for node in model.graph:
         if node.op_type == "Add" and not node.outputs[0].is_graph_output():
             first, second = map(floats, node.inputs)
             if first is not None and second is not None and first.ndim == 1 and first.shape == second.shape:
-                found.append((node, first, second))
-    return found
+                biases.append((node, first, second))
+    return biases
 
 
 def _element_of(node: Any) -> str:
-    """Return the name of the element type that a Q or a Cast makes."""
+    """Return the name of the output element type of a Q or Cast."""
     import onnx_ir
 
     if node.op_type == "Cast":
@@ -295,8 +288,8 @@ def _element_of(node: Any) -> str:
     return str(node.inputs[2].const_value.dtype.name)
 
 
-def _codes(node: Any, kind: QType) -> np.ndarray:
-    """Return the codes that a Q or a Cast makes of its constant."""
+def _quantized_values(node: Any, kind: QType) -> np.ndarray:
+    """Return the quantized values that a Q or a Cast computes from its constant."""
     if node.op_type == "Cast":
         return np.asarray(node.inputs[0].const_value.numpy())
     weight, scale, zero = (torch.from_numpy(v.const_value.numpy().astype(np.float32)) for v in node.inputs)
@@ -307,7 +300,7 @@ def _codes(node: Any, kind: QType) -> np.ndarray:
 
 
 def _remove(model: Any, node: Any) -> None:
-    """Remove the node, and the float weight and the zero point if nothing else reads them."""
+    """Remove the node and its unread constants."""
     inputs = list(node.inputs)
     model.graph.remove(node, safe=True)
     for value in inputs:

@@ -1,3 +1,3 @@
-"""Read-only queries of a graph with Q/DQ nodes, in terms of ``onnx_ir``."""
+"""Read-only queries of Q/DQ graphs in ``onnx_ir``, and readers of ONNX files."""
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""A Q/DQ graph: its nodes, constants, readers, and the element types that ONNX wants.
-
-Weights of 4 bits with an odd number of inputs, which an engine reads wrongly.
-
-Two codes of INT4 share a byte. Measured with OpenVINO 2026.4: where a weight [N, K] has an odd K of 17 or more, its
-kernel for float activations takes each second row of codes from the wrong half of the byte (5 to 30 dB, for more than
-one row of the other operand). The same codes in INT8 are right.
-"""
+"""Queries of Q/DQ graphs: nodes, constants, readers, and the element types that ONNX requires."""
 
 from __future__ import annotations
 
@@ -19,14 +12,14 @@ from quantizer.numerics.formats import QTYPES
 
 
 class TypeGroup(NamedTuple):
-    """Inputs and outputs of a node that have one element type, by their places."""
+    """Indices of the inputs and outputs of a node that share one element type."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
 def type_groups(node: Any, opset: int) -> list[TypeGroup]:
-    """Return the groups of a node; none for an operator that is not ONNX's own or that the opset lacks."""
+    """Return the type groups of a node; empty for operators of other domains or newer opsets."""
     if node.domain not in ("", "ai.onnx"):
         return []
     return list(_groups(node.op_type, opset, len(node.inputs), len(node.outputs)))
@@ -41,39 +34,43 @@ def _groups(operator: str, opset: int, inputs: int, outputs: int) -> tuple[TypeG
     except onnx.defs.SchemaError:
         return ()
     constrained = {constraint.type_param_str for constraint in schema.type_constraints}
-    takes, makes = _letters(schema.inputs, inputs), _letters(schema.outputs, outputs)
+    input_variables, output_variables = _type_variables(schema.inputs, inputs), _type_variables(schema.outputs, outputs)
     return tuple(
         TypeGroup(
-            tuple(place for place, letter in enumerate(takes) if letter == name),
-            tuple(place for place, letter in enumerate(makes) if letter == name),
+            tuple(index for index, variable in enumerate(input_variables) if variable == name),
+            tuple(index for index, variable in enumerate(output_variables) if variable == name),
         )
-        for name in dict.fromkeys(takes)
+        for name in dict.fromkeys(input_variables)
         if name in constrained
     )
 
 
-def _letters(parameters: Any, count: int) -> list[str]:
-    """Return the type variable of each of ``count`` values; empty for one that may have any type."""
+def _type_variables(parameters: Any, count: int) -> list[str]:
+    """Return the type variable of each of ``count`` values; empty for a value of any type."""
     import onnx
 
     variadic = onnx.defs.OpSchema.FormalParameterOption.Variadic
-    found = [parameter.type_str for parameter in parameters]
+    variables = [parameter.type_str for parameter in parameters]
     if parameters and parameters[-1].option == variadic:
         last = parameters[-1].type_str if parameters[-1].is_homogeneous else ""
-        found = [*found[:-1], *[last] * (count - len(found) + 1)]
-    return (found + [""] * count)[:count]
+        variables = [*variables[:-1], *[last] * (count - len(variables) + 1)]
+    return (variables + [""] * count)[:count]
 
 
 _PAIRED = frozenset({"INT4", "UINT4"})
 
 _MOVES = frozenset({"Transpose", "Reshape", "Expand", "Cast", "Identity"})
-"""Operators between a weight and its product."""
+"""Operators between a weight and its matrix multiplication."""
 
 
 def has_odd_pairs(node: Any) -> bool:
-    """Return whether a node is the DequantizeLinear of such a weight, or of one whose inputs nobody counted."""
-    codes = node.inputs[0] if is_dequantize(node) else None
-    if codes is None or not codes.is_initializer() or codes.dtype is None or codes.dtype.name not in _PAIRED:
+    """Return whether a node dequantizes a 4-bit weight with an odd or unknown number of inputs.
+
+    Two INT4 values share a byte. For a weight [N, K] with an odd K of 17 or more, OpenVINO 2026.4 reads every second
+    row from the wrong half of the byte, with float activations of several rows: 5 to 30 dB SQNR. INT8 is correct.
+    """
+    stored = node.inputs[0] if is_dequantize(node) else None
+    if stored is None or not stored.is_initializer() or stored.dtype is None or stored.dtype.name not in _PAIRED:
         return False
     return any(map(_is_odd, _inner_sizes(node.outputs[0])))
 
@@ -83,53 +80,51 @@ def _is_odd(size: Any) -> bool:
 
 
 def _inner_sizes(value: Any) -> list[Any]:
-    """Return the sizes of the axis over which the products that read a weight add up."""
-    found = []
-    for reader, place in value.uses():
+    """Return the sizes of the summed axis of each matrix multiplication that reads a weight."""
+    sizes = []
+    for reader, index in value.uses():
         if reader.op_type in _MOVES:
-            found += _inner_sizes(reader.outputs[0])
+            sizes += _inner_sizes(reader.outputs[0])
         elif reader.op_type == "MatMul" and value.shape is not None:
-            found.append(value.shape[-1 if place == 0 else -2])
-        elif reader.op_type == "Gemm" and value.shape is not None and place < 2:
-            turned = attribute(reader, ("transA", "transB")[place], 0)
-            found.append(value.shape[-2 if (place == 0) == bool(turned) else -1])
-    return found
+            sizes.append(value.shape[-1 if index == 0 else -2])
+        elif reader.op_type == "Gemm" and value.shape is not None and index < 2:
+            is_transposed = attribute(reader, ("transA", "transB")[index], 0)
+            sizes.append(value.shape[-2 if (index == 0) == bool(is_transposed) else -1])
+    return sizes
 
 
 HALVES = ("FLOAT16", "BFLOAT16")
 WIDTHS = {"FLOAT16": "float16", "BFLOAT16": "bfloat16", "FLOAT": "float32"}
-"""ONNX's names of float types, and ours."""
+"""Names of float types in ONNX and in torch."""
 
-_DEEPEST = 64
+_MAX_DEPTH = 64
 
 
 def name_of(node: Any) -> str:
-    """Return the node's name; if it has none, its operator and its output."""
-    return str(node.name or f"{node.op_type} that makes {node.outputs[0].name}")
+    """Return the name of a node, or its operator and output for a node without a name."""
+    return str(node.name or f"{node.op_type} with output {node.outputs[0].name}")
 
 
 def maker(value: Any) -> Any:
-    """Return the node that makes a value; None for an input, a constant of the graph or None."""
+    """Return the node that computes a value; None for inputs, constants and None."""
     return None if value is None else value.producer()
 
 
 def readers(value: Any) -> list[Any]:
-    """Return the nodes that read a value, in order, each once."""
+    """Return the nodes that read a value, each once, in order."""
     return list(dict.fromkeys(node for node, _ in value.uses()))
 
 
 def is_quantize(node: Any) -> bool:
-    """Return whether a node is a QuantizeLinear."""
     return node is not None and node.op_type == "QuantizeLinear"
 
 
 def is_dynamic_quantize(node: Any) -> bool:
-    """Return whether a node is a DynamicQuantizeLinear, which takes its scale and zero point from its input."""
+    """Return whether a node is a DynamicQuantizeLinear, which computes scale and zero point."""
     return node is not None and node.op_type == "DynamicQuantizeLinear"
 
 
 def is_dequantize(node: Any) -> bool:
-    """Return whether a node is a DequantizeLinear."""
     return node is not None and node.op_type == "DequantizeLinear"
 
 
@@ -139,40 +134,39 @@ def is_dequantized(value: Any) -> bool:
 
 
 def pair_before(value: Any) -> tuple[Any, Any] | None:
-    """Return the Q, dynamic or not, and the DQ that make an activation; None if anything else does."""
+    """Return the Q or dynamic Q and the DQ that compute an activation; None for any other value."""
     dequantize = maker(value)
     quantize = maker(dequantize.inputs[0]) if is_dequantize(dequantize) else None
     return (quantize, dequantize) if is_quantize(quantize) or is_dynamic_quantize(quantize) else None
 
 
 def attribute(node: Any, name: str, default: int) -> int:
-    """Return an integer attribute."""
     return int(node.attributes[name].as_int()) if name in node.attributes else default
 
 
 def block_size(node: Any) -> int | None:
-    """Return how many values share a scale of a Q or DQ; None if the scales are not those of blocks."""
+    """Return the block size of a Q or DQ; None without blocks."""
     return attribute(node, "block_size", 0) or None
 
 
 def floats(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the array of a floating constant that the value itself holds, so that it can be replaced there.
+    """Return the array of a floating-point constant stored in the value, where it can be replaced.
 
-    None for anything else, also for the output of an Identity or a Constant: ``constant`` reads through those.
+    None for any other value, also for the output of an Identity or Constant node: ``constant`` reads those.
     """
-    held = None if value is None else value.const_value
-    return held.numpy() if held is not None and held.dtype.is_floating_point() else None
+    tensor = None if value is None else value.const_value
+    return tensor.numpy() if tensor is not None and tensor.dtype.is_floating_point() else None
 
 
 def scalar(value: Any) -> float | None:
-    """Return the number in a floating constant of one element that the value itself holds; None for anything else."""
-    held = floats(value)
-    return None if held is None or held.size != 1 else float(held.reshape(()))
+    """Return the number of a floating-point constant with one element; None for any other value."""
+    array = floats(value)
+    return None if array is None or array.size != 1 else float(array.reshape(()))
 
 
 def constant(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the array of a constant value, however it is stored; None if it is computed, or not available."""
-    for _ in range(_DEEPEST):
+    """Return the array of a constant in any form; None if the value is computed or not available."""
+    for _ in range(_MAX_DEPTH):
         if value is None:
             return None
         if value.const_value is not None:
@@ -184,10 +178,10 @@ def constant(value: Any) -> np.ndarray[Any, Any] | None:
     node = maker(value)
     if node is None or node.op_type != "Constant":
         return None
-    for name, read in (("value", "as_tensor"), ("value_float", "as_float"), ("value_floats", "as_floats")):
+    for name, getter in (("value", "as_tensor"), ("value_float", "as_float"), ("value_floats", "as_floats")):
         if name in node.attributes:
-            held = getattr(node.attributes[name], read)()
-            return _array(held) if name == "value" else np.asarray(held, dtype=np.float32)
+            stored = getattr(node.attributes[name], getter)()
+            return _array(stored) if name == "value" else np.asarray(stored, dtype=np.float32)
     return None
 
 
@@ -195,18 +189,18 @@ def _array(tensor: Any) -> np.ndarray[Any, Any] | None:
     import onnx_ir
 
     if isinstance(tensor, onnx_ir.ExternalTensor) and not tensor.valid():
-        return None  # its file must not be opened; the rule external-data reports why
+        return None  # the file must not be opened; the rule external-data reports the reason
     return np.asarray(tensor.numpy())
 
 
-def is_constant(value: Any, depth: int = _DEEPEST) -> bool:
+def is_constant(value: Any, depth: int = _MAX_DEPTH) -> bool:
     """Return whether a value is independent of the model's inputs."""
     if value is None or depth == 0:
         return False
     node = value.producer()
     if node is None:
         return bool(value.is_initializer())
-    return all(is_constant(read, depth - 1) for read in node.inputs if read is not None)
+    return all(is_constant(value_read, depth - 1) for value_read in node.inputs if value_read is not None)
 
 
 def element(value: Any) -> str:
@@ -219,7 +213,7 @@ def element(value: Any) -> str:
 
 
 def shape(value: Any) -> tuple[int | None, ...] | None:
-    """Return the sizes of a value's axes, None for one that varies; None if even their number is unknown."""
+    """Return the sizes of a value, None for a dynamic size; None if the rank is unknown."""
     if value is None:
         return None
     if value.const_value is not None:
@@ -227,33 +221,35 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
     return None if value.shape is None else tuple(size if isinstance(size, int) else None for size in value.shape)
 
 
-def steps_type(node: Any) -> str:
-    """Return the ONNX element type of the codes that a Q makes or a DQ reads."""
+def quantized_type(node: Any) -> str:
+    """Return the ONNX element type of the quantized values of a Q or DQ."""
     if is_quantize(node):
         if len(node.inputs) > 2 and node.inputs[2] is not None:
             return element(node.inputs[2])
         return element(node.outputs[0]) or "UINT8"
-    return element(node.inputs[0]) or (steps_type(maker(node.inputs[0])) if is_quantize(maker(node.inputs[0])) else "")
+    return element(node.inputs[0]) or (
+        quantized_type(maker(node.inputs[0])) if is_quantize(maker(node.inputs[0])) else ""
+    )
 
 
 def format_name(node: Any) -> str:
-    """Return our name of the format of a Q or DQ; ONNX's name in lower case if we have none."""
-    stored = steps_type(node)
+    """Return the package's name of the format of a Q or DQ; ONNX's name in lower case for other formats."""
+    stored = quantized_type(node)
     return next((kind.name for kind in QTYPES.values() if kind.onnx_type == stored), stored.lower())
 
 
 def paired(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a Q with each DQ that reads its codes."""
+    """Yield a Q with each of its DequantizeLinear nodes."""
     return ((node, reader) for reader in readers(node.outputs[0]) if is_dequantize(reader))
 
 
 def varying_inputs(node: Any) -> list[Any]:
-    """Return the inputs of a node that depend on the model's."""
-    return [given for given in node.inputs if given is not None and not is_constant(given)]
+    """Return the inputs of a node that depend on the model's inputs."""
+    return [value for value in node.inputs if value is not None and not is_constant(value)]
 
 
 class Step(NamedTuple):
-    """A node that makes a value of one other value and of constants.
+    """Node that computes a value from another value and constants.
 
     Attributes:
         node: the node.
@@ -267,9 +263,9 @@ class Step(NamedTuple):
 
 
 def steps_before(value: Any, operators: Collection[str]) -> tuple[list[Step], Any | None]:
-    """Return the steps of these operators that make a value, the last one first, and the node before them.
+    """Return the steps of these operators before a value, the last first, and the node before the steps.
 
-    That node is None where an input of the model is before them, or where one of these operators reads several values.
+    That node is None if a model input precedes the steps, or if one of the operators reads several values.
     """
     steps: list[Step] = []
     while (node := maker(value)) is not None and node.op_type in operators:
@@ -277,11 +273,11 @@ def steps_before(value: Any, operators: Collection[str]) -> tuple[list[Step], An
         if len(varying) != 1:
             return steps, None
         (value,) = varying
-        steps.append(Step(node, value, [given for given in node.inputs if given not in (None, value)]))
+        steps.append(Step(node, value, [other for other in node.inputs if other not in (None, value)]))
     return steps, node
 
 
 def has_several_numbers(value: Any) -> bool:
-    """Return whether a constant has more than one number, or cannot be read."""
+    """Return whether a constant has more than one number, or is not available."""
     array = constant(value)
     return array is None or array.size > 1

@@ -1,54 +1,7 @@
-"""Places of a Q/DQ file that OpenVINO computes wrongly.
+"""Patterns of Q/DQ files that OpenVINO 2026.4 computes wrongly or refuses; each function states its measurements.
 
-``scales_flat_product``, ``scales_by_negatives``: factors of channels between a product and a QuantizeLinear.
-
-OpenVINO 2026.4 makes one kernel of a network with products of two axes where its sizes are fixed and small (``Linear,
-ReLU, * factors, Linear`` of 64 channels, or with a batch norm), and no digit of what that computes is right. With three
-axes, with Tanh, Sigmoid or Gelu between, or with ReLU and no factors, all are. The scales of a weight are such factors,
-too, where neither a bias nor an activation keeps them from the Q: ``Linear, Linear`` without a bias. Factors that are
-not all positive are another case, see ``scales_by_negatives``.
-
-``moved_product``: products whose scales OpenVINO can still move behind what reads them.
-
-OpenVINO 2026.4 scales a quantized product behind its sums, and moves the scales on behind operators that keep numbers
-apart. Scales of channels [1, 1, N] then meet a result with other axes: behind an index or a mean over tokens they are
-those of another axis. A bias of the product, or anything that is not linear, keeps them in the product's own kernel.
-
-``misreads_channels``: reductions whose result is multiplied by the factors of other channels.
-
-OpenVINO 2026.4 fuses what is computed number by number into the reduction before it. Its kernel takes the channel of a
-factor from axis 1 of what is reduced, where three axes [A, B, C] are [1, A, B, C] to it. The factor is right where axis
-1 of the result is that same axis. Measured over reductions of two to five axes, with a QuantizeLinear behind and
-without: without one only inputs of three axes are fused so. In files with Q/DQ it moves factors before a reduction
-behind it first.
-
-``misplaces_numbers``: constants that differ along an axis, and are applied to a matrix product along another one.
-
-OpenVINO 2026.4 makes what is computed number by number behind a matrix product a part of its kernel. There, numbers
-that differ along one axis are those of the second axis, whichever they belong to, and factors of a product of two
-activations are those of other samples. It refuses the file, reads beyond the numbers, or no digit is right. Measured
-over products of a weight and of two activations, of two to four axes, with a QuantizeLinear behind and without. Right
-are numbers along the last axis, except for factors of two activations, and a table that is added.
-
-``is_read_both_ways``: a square weight that one product reads transposed and another one as it is. OpenVINO gives both
-products the same one of the two.
-
-``gathers_axis``, ``gathers_zero_points``: an index behind a product, computed with another number of axes.
-
-OpenVINO 2026.4 moves the scales of a quantized convolution [1, C, 1, 1], or of a linear layer [1, 1, N] without a bias
-(``x = self.linear(x)[:, 0]``), behind a Gather. Where the index is one number, the result has one axis less than the
-scales, and the product of both has one axis too many: OpenVINO refuses the file, ends the process, or adds an axis to
-an output. An index of one element keeps the axis, and a Squeeze behind it takes it out. Where the layer reads bytes
-with a zero point, any Gather behind it ends the process.
-
-``is_shared_product``: a quantized product whose result several nodes read, scaled twice or not at all.
-
-OpenVINO 2026.4 computes a convolution or a product of two activations on integers, and multiplies the result by the
-scales behind it. Where several nodes read the result, some of them can take the multiplication into themselves: a
-QuantizeLinear, a reduction, a pooling, a ReLU, another factor. They read the integers then. Its graph optimizer moves
-the multiplication that is left into the product without a look at them, and they read what is scaled already: no digit
-is right. With fixed sizes the multiplication often becomes part of another kernel before that, and all is right; with
-``SNIPPETS_MODE=DISABLE`` it does not. Right are a linear layer, and a product with a bias other than 0.
+"Scales" are those of a quantized MatMul, Gemm or convolution. OpenVINO computes integers, and multiplies the result by
+the scales later.
 """
 
 from __future__ import annotations
@@ -69,27 +22,29 @@ from quantizer.export.qdq.graph import (
 )
 from quantizer.export.qdq.operand import MATMULS, MOVES, PRODUCTS, Operand, operands
 
-_BETWEEN = frozenset(
+_FUSED = frozenset(
     ["Add", "BatchNormalization", "Cast", "Clip", "Div", "Identity", "LeakyRelu", "Mul", "PRelu", "Relu", "Sub"]
 )
 
 _LINEAR = frozenset(["Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub"])
-"""What leaves the scales of a weight where a Q takes them into itself, but for a bias that differs between channels. A
-Clip may be wider than the range of the Q."""
+"""Operators that let a Q merge the scales of a weight, except for a bias that differs between channels.
+
+A Clip may be wider than the range of the Q.
+"""
 _SUMS = frozenset(["Add", "Sub"])
 _FACTORS = {"BatchNormalization": 1, "Div": 1, "Mul": 1}
-"""How many of the constants of an operator are factors: the first ones."""
+"""Number of constants of an operator, from the first, that are factors."""
 
 
 def scales_by_negatives(quantize: Any) -> bool:
-    """Return whether a Q rounds a value that factors of channels multiply, of which some are not positive.
+    """Return whether a Q quantizes a value with per-channel factors, not all of them positive.
 
-    OpenVINO takes factors into a Q before it plans memory if all are positive. It does so later with others, and in a
-    model for all sizes it then gives all channels the factor of the first.
+    OpenVINO merges positive factors into a Q before it plans memory. It merges others later; a model for all sizes then
+    uses the factor of the first channel for all channels.
     """
     if not is_quantize(quantize):
         return False
-    steps, _ = steps_before(quantize.inputs[0], _BETWEEN)
+    steps, _ = steps_before(quantize.inputs[0], _FUSED)
     factors = [factor for step in steps for factor in step.constants[: _FACTORS.get(step.node.op_type, 0)]]
     return any(has_several_numbers(factor) and not _positive(factor) for factor in factors)
 
@@ -100,10 +55,16 @@ def _positive(value: Any) -> bool:
 
 
 def scales_flat_product(quantize: Any) -> bool:
-    """Return whether a Q rounds a product of two axes multiplied by factors of channels, but for its bias."""
+    """Return whether a Q quantizes a 2-D matrix multiplication with per-channel factors, except for its bias.
+
+    With small fixed sizes, such as ``Linear, ReLU, * factors, Linear`` with 64 channels or a batch normalization,
+    OpenVINO makes one kernel with wrong results. Three axes, Tanh, Sigmoid or Gelu between, or ReLU without factors are
+    correct. The scales of a weight count as factors if no bias or activation separates them from the Q: ``Linear,
+    Linear`` without bias.
+    """
     if not is_quantize(quantize):
         return False
-    steps, node = steps_before(quantize.inputs[0], _BETWEEN)
+    steps, node = steps_before(quantize.inputs[0], _FUSED)
     if node is None or node.op_type not in MATMULS:
         return False
     if node.outputs[0].shape is None or len(node.outputs[0].shape) != 2:
@@ -111,16 +72,16 @@ def scales_flat_product(quantize: Any) -> bool:
     if all(map(_leaves_scales, steps)):
         return True
     scaling = steps[:-1] if steps[-1].node.op_type == "Add" else steps
-    return any(has_several_numbers(one) for step in scaling for one in step.constants)
+    return any(has_several_numbers(value) for step in scaling for value in step.constants)
 
 
 def _leaves_scales(step: Step) -> bool:
-    """Return whether a step leaves the scales of a weight where a Q takes them into itself."""
+    """Return whether a Q can merge the scales of a weight before this step."""
     kind = step.node.op_type
-    return kind in _LINEAR and not (kind in _SUMS and any(map(_differ, step.constants)))
+    return kind in _LINEAR and not (kind in _SUMS and any(map(_differs, step.constants)))
 
 
-def _differ(value: Any) -> bool:
+def _differs(value: Any) -> bool:
     array = constant(value)
     return array is None or bool((array != array.flat[0]).any())
 
@@ -129,12 +90,17 @@ _MOVING = frozenset(["Add", "Cast", "Div", "Identity", "Mul", "Neg", "Slice", "S
 
 
 def moved_product(value: Any) -> tuple[Operand, ...]:
-    """Return the operands of the quantized product whose scales can be moved behind what reads a value; empty: none."""
+    """Return the operands of a quantized matrix multiplication whose scales can be moved behind readers of a value.
+
+    OpenVINO moves the scales [1, 1, N] behind operators that keep channels apart. Behind an index or a mean over tokens
+    they meet another axis. A bias or a nonlinear operator keeps them in the kernel. The tuple is empty without such
+    scales.
+    """
     steps, node = steps_before(value, _MOVING)
     if node is None or node.op_type not in MATMULS or [step.node.op_type for step in steps] == ["Add"]:
         return ()
-    found = operands(node)
-    return found if all(one.quantized for one in found) else ()
+    read = operands(node)
+    return read if all(operand.quantized for operand in read) else ()
 
 
 BY_NUMBER = frozenset(
@@ -146,8 +112,10 @@ BY_NUMBER = frozenset(
 )
 """Operators that OpenVINO fuses into a reduction before them, if their other inputs are constants."""
 
-_PASSED = frozenset(["Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"])
-"""Operators that keep numbers as they are."""
+_UNCHANGED = frozenset(
+    ["Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"]
+)
+"""Operators that do not change values."""
 
 _SCALING = frozenset(
     [
@@ -155,36 +123,41 @@ _SCALING = frozenset(
         *("RMSNormalization", "Reshape", "Squeeze", "Sub", "Transpose", "Unsqueeze"),
     ]
 )
-"""Operators behind which a factor can be moved, and such as have one themselves."""
+"""Operators that a factor can be moved behind, and operators with factors."""
 
 
 def misreads_channels(node: Any) -> bool:
-    """Return whether the factors of channels behind a reduction would be those of another axis."""
-    by_channel, quantized = _followed(node.outputs[0])
-    return by_channel and _turns_channels(node, quantized)
+    """Return whether OpenVINO applies per-channel factors behind a reduction along another axis.
+
+    OpenVINO fuses elementwise operators into the reduction before them. The kernel takes the channel of a factor from
+    axis 1 of the input, where [A, B, C] counts as [1, A, B, C]; this is correct if axis 1 of the output is the same
+    axis. Measured with reductions of two to five axes: without a Q behind it, only inputs with three axes are fused.
+    """
+    by_channel, quantized = _followers(node.outputs[0])
+    return by_channel and _misreads_factors(node, quantized)
 
 
 def misreads_channels_before(node: Any) -> bool:
-    """Return whether factors of channels before a reduction would be: they are moved behind it in files with Q/DQ."""
-    return _turns_channels(node, True) and _scaled_by_channel(node.inputs[0])
+    """Return whether per-channel factors before a reduction are misread; Q/DQ files move them behind it."""
+    return _misreads_factors(node, True) and _scaled_by_channel(node.inputs[0])
 
 
-def _turns_channels(node: Any, quantized: bool) -> bool:
-    """Return whether factors behind a reduction are read at another axis; ``quantized``: a Q follows them."""
+def _misreads_factors(node: Any, quantized: bool) -> bool:
+    """Return whether factors behind a reduction meet another axis; ``quantized``: a Q follows them."""
     shape = node.inputs[0].shape
     if node.op_type == "Einsum":
         return len(node.inputs) == 1
     if shape is None:
         return True
-    axes, keeps = _axes(node, len(shape))
+    axes, keeps_axes = _axes(node, len(shape))
     if len(shape) < 3:
         return False
     if axes is None or _transposed(node.inputs[0]) or any(size == 1 for size in shape):
-        # A size of 1 is dropped, or was added, and the kernel sees fewer axes.
+        # The kernel drops axes of size 1, so it sees fewer axes.
         return True
     if len(shape) == 3:
-        return quantized and not keeps if axes == {1} else True
-    return quantized and not keeps and not axes.isdisjoint({0, 1})
+        return quantized and not keeps_axes if axes == {1} else True
+    return quantized and not keeps_axes and not axes.isdisjoint({0, 1})
 
 
 def _transposed(value: Any) -> bool:
@@ -195,58 +168,60 @@ def _transposed(value: Any) -> bool:
 
 
 def _scaled_by_channel(value: Any) -> bool:
-    """Return whether a value is multiplied by constants of several numbers, or added to such other than a bias.
+    """Return whether a value has per-channel factors or addends other than a bias.
 
-    The scales of a weight are such constants where nothing keeps them in the product.
+    The scales of a weight count if nothing keeps them in the kernel.
     """
-    if any(has_several_numbers(one.dequantize.inputs[1]) for one in moved_product(value)):
+    if any(has_several_numbers(operand.dequantize.inputs[1]) for operand in moved_product(value)):
         return True
     steps, _ = steps_before(value, _SCALING)
-    scaling = [step for step in steps if step.node.op_type not in _PASSED and not _adds_bias(step)]
-    return any(has_several_numbers(one) for step in scaling for one in step.constants)
+    scaling = [step for step in steps if step.node.op_type not in _UNCHANGED and not _adds_bias(step)]
+    return any(has_several_numbers(number) for step in scaling for number in step.constants)
 
 
 def _adds_bias(step: Step) -> bool:
     return step.node.op_type == "Add" and getattr(maker(step.read), "op_type", "") in PRODUCTS
 
 
-def _followed(value: Any) -> tuple[bool, bool]:
-    """Return whether what is computed of a value alone meets a constant of several numbers, and whether a Q.
+def _followers(value: Any) -> tuple[bool, bool]:
+    """Return whether operators of this value alone reach a constant with several numbers, and whether they reach a Q.
 
-    A Q behind a Concat is one before it, too.
+    A Q behind a Concat also counts.
     """
-    of_value, waiting = {value}, [node for node, _ in value.uses()]
-    seen: set[Any] = set()
+    derived, pending = {value}, [node for node, _ in value.uses()]
+    visited: set[Any] = set()
     by_channel = quantized = False
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         varying = varying_inputs(node)
-        alone = all(given in of_value for given in varying)
-        if node in seen or not (alone or node.op_type == "Concat"):
+        is_derived = all(value_read in derived for value_read in varying)
+        if node in visited or not (is_derived or node.op_type == "Concat"):
             continue
-        seen.add(node)
+        visited.add(node)
         if is_quantize(node):
             by_channel, quantized = by_channel or has_several_numbers(node.inputs[1]), True
-        elif node.op_type in BY_NUMBER or node.op_type in _PASSED:
-            others = [given for given in node.inputs if given is not None and given not in varying]
-            by_channel = by_channel or (node.op_type in BY_NUMBER and any(map(has_several_numbers, others)))
-            of_value.add(node.outputs[0])
-            waiting += [reader for reader, _ in node.outputs[0].uses()]
+        elif node.op_type in BY_NUMBER or node.op_type in _UNCHANGED:
+            constants = [
+                value_read for value_read in node.inputs if value_read is not None and value_read not in varying
+            ]
+            by_channel = by_channel or (node.op_type in BY_NUMBER and any(map(has_several_numbers, constants)))
+            derived.add(node.outputs[0])
+            pending += [reader for reader, _ in node.outputs[0].uses()]
     return by_channel, quantized
 
 
 def _axes(node: Any, rank: int) -> tuple[set[int] | None, bool]:
-    """Return the axes that are reduced, from 0 (None: they are computed), and whether they stay with a size of 1."""
+    """Return the reduced axes, None if computed, and whether the output keeps them with size 1."""
     if node.op_type.startswith("Global"):
         return set(range(2, rank)), True
-    keeps = attribute(node, "keepdims", 1) == 1
+    keeps_axes = attribute(node, "keepdims", 1) == 1
     if "axes" in node.attributes:
-        given: Any = node.attributes["axes"].as_ints()
+        axes: Any = node.attributes["axes"].as_ints()
     elif len(node.inputs) > 1 and node.inputs[1] is not None:
-        given = constant(node.inputs[1])
+        axes = constant(node.inputs[1])
     else:
-        given = range(rank)
-    return None if given is None else {int(axis) % rank for axis in given}, keeps
+        axes = range(rank)
+    return None if axes is None else {int(axis) % rank for axis in axes}, keeps_axes
 
 
 _BY_NUMBER_OR_CAST = BY_NUMBER | {"Cast", "Identity"}
@@ -254,19 +229,25 @@ _SCALES = frozenset(["Div", "Mul"])
 
 
 def misplaces_numbers(node: Any) -> bool:
-    """Return whether a node applies numbers to a matrix product that would be those of another axis of it."""
+    """Return whether a node applies a constant to a matrix multiplication along an axis that OpenVINO misreads.
+
+    OpenVINO fuses elementwise operators into the kernel of a matrix multiplication. It reads constants along one axis
+    as constants of the second axis, and factors of a MatMul of two activations as factors of other samples. It refuses
+    the file, reads out of bounds, or returns wrong results. Constants along the last axis are correct, except for
+    factors of two activations, and so is an added table. Measured with two to four axes, with and without a Q behind.
+    """
     if node.op_type not in _SCALES | _SUMS:
         return False
     steps, product = steps_before(node.outputs[0], _BY_NUMBER_OR_CAST)
     if product is None or product.op_type not in MATMULS:
         return False
     scales = node.op_type in _SCALES
-    for one in filter(has_several_numbers, steps[0].constants):
-        # Counted from the last axis, as constants have fewer than what they are applied to.
-        axes = [axis for axis, size in enumerate(reversed(list(one.shape or ()))) if size != 1]
+    for value in filter(has_several_numbers, steps[0].constants):
+        # Count from the last axis, because constants may have fewer axes.
+        axes = [axis for axis, size in enumerate(reversed(list(value.shape or ()))) if size != 1]
         if axes == [0]:
-            found = operands(product)
-            if scales and all(read.quantized and not read.is_weight for read in found):
+            pair = operands(product)
+            if scales and all(operand.quantized and not operand.is_weight for operand in pair):
                 return True
         elif axes and (scales or len(axes) == 1):
             return True
@@ -274,7 +255,10 @@ def misplaces_numbers(node: Any) -> bool:
 
 
 def is_read_both_ways(transpose: Any) -> bool:
-    """Return whether a node transposes a square weight that something else reads as it is."""
+    """Return whether a node transposes a square weight that another MatMul reads directly.
+
+    OpenVINO uses the same orientation for both.
+    """
     if transpose.op_type != "Transpose":
         return False
     weight = transpose.inputs[0]
@@ -285,13 +269,18 @@ def is_read_both_ways(transpose: Any) -> bool:
 
 _CHANNELS = 1
 _KEEPS_AXES = frozenset([*MOVES, "Add", "Cast", "Clip", "Concat", "Div", "Gather", "MaxPool", "Mul", "Relu", "Sub"])
-"""Operators behind which scales can be moved, or which keep the axes of their first input in any case."""
+"""Operators that scales can be moved behind, or that keep the axes of their first input."""
 _JOINED = frozenset(["Add", "Cast", "Clip", "Div", "Identity", "LeakyRelu", "Mul", "Relu", "Sub"])
-"""Operators before which a Q can be moved, with those that it takes into itself."""
+"""Operators that a Q can be moved before or can absorb."""
 
 
 def gathers_axis(node: Any) -> bool:
-    """Return whether a Gather by one constant number reads an axis of a quantized product, but that of its channels."""
+    """Return whether a Gather with a scalar index removes an axis of a quantized result, other than its channels.
+
+    OpenVINO moves the scales of a convolution [1, C, 1, 1], or of a linear layer [1, 1, N] without bias, behind the
+    Gather (``x = self.linear(x)[:, 0]``). The result has one axis less than the scales, so the file is refused, the
+    process crashes, or an output gains an axis. An index with one element keeps the axis for a Squeeze.
+    """
     if node.op_type != "Gather" or node.inputs[0].shape is None:
         return False
     index, axes = constant(node.inputs[1]), len(node.inputs[0].shape)
@@ -302,23 +291,28 @@ def gathers_axis(node: Any) -> bool:
         return True
     if axis <= _CHANNELS:
         return False
-    before = maker(node.inputs[0])
-    while before is not None and before.op_type in _KEEPS_AXES:
-        before = maker(before.inputs[0])
-    is_convolution = before is not None and before.op_type in ("Conv", "ConvTranspose")
-    return is_convolution and all(operand.quantized for operand in operands(before))
+    source = maker(node.inputs[0])
+    while source is not None and source.op_type in _KEEPS_AXES:
+        source = maker(source.inputs[0])
+    is_convolution = source is not None and source.op_type in ("Conv", "ConvTranspose")
+    return is_convolution and all(operand.quantized for operand in operands(source))
 
 
 def gathers_zero_points(node: Any) -> bool:
-    """Return whether a Gather reads a product without a bias whose operands have a zero point."""
-    return node.op_type == "Gather" and any(_has_zero_point(one.dequantize) for one in moved_product(node.inputs[0]))
+    """Return whether a Gather reads a quantized linear layer without bias whose operand has a zero point.
+
+    OpenVINO crashes on it.
+    """
+    return node.op_type == "Gather" and any(
+        _has_zero_point(operand.dequantize) for operand in moved_product(node.inputs[0])
+    )
 
 
 def joins_before(quantize: Any) -> bool:
-    """Return whether a Q with a zero point rounds what a concatenation of places has joined.
+    """Return whether a Q with a zero point quantizes a Concat along an axis of positions.
 
-    OpenVINO rounds the parts and joins their zero points along the places, where a product can subtract none: it
-    refuses the file. ``self.linear(torch.cat((token, x), 1))`` is enough.
+    OpenVINO quantizes the parts and joins their zero points along this axis, where a matrix multiplication cannot
+    subtract them. It refuses the file, for example for ``self.linear(torch.cat((token, x), 1))``.
     """
     if not is_quantize(quantize) or not _has_zero_point(quantize):
         return False
@@ -329,13 +323,13 @@ def joins_before(quantize: Any) -> bool:
         return True
     axes = len(node.outputs[0].shape)
     axis = attribute(node, "axis", 0) % axes
-    # A convolution subtracts zero points of its channels, and a matrix product those of the axis that it sums over.
+    # Zero points are subtracted along the channels of a convolution, and the summed axis of a MatMul.
     subtracted = {_CHANNELS if kind in ("Conv", "ConvTranspose") else axes - 1 for kind in _products(quantize)}
     return bool(subtracted - {axis})
 
 
 def _products(quantize: Any) -> Iterator[str]:
-    """Yield the operators of the products that read the codes of a Q."""
+    """Yield the operator types of the matrix multiplications and convolutions that read a Q."""
     waiting = [reader for reader, _ in quantize.outputs[0].uses()]
     while waiting:
         node = waiting.pop()
@@ -351,11 +345,17 @@ def _has_zero_point(quantize: Any) -> bool:
 
 
 _SIZED = frozenset({"Resize", "Shape", "Size"})
-"""Operators with which a file computes with the sizes of its tensors."""
+"""Operators that compute sizes of tensors."""
 
 
 def is_shared_product(node: Any) -> bool:
-    """Return whether a node is a quantized product without a bias whose result is read more than once."""
+    """Return whether a node is a quantized MatMul of activations or convolution without bias, with several readers.
+
+    OpenVINO multiplies the integer result by the scales. Readers such as Q, reduction, pooling, ReLU or Mul can absorb
+    the multiplication. Its graph optimizer then moves the remaining multiplication into the kernel, so these readers
+    see scaled values: the result is wrong. Fixed sizes often hide this, not with ``SNIPPETS_MODE=DISABLE``. Linear
+    layers, and a bias other than 0, are correct.
+    """
     if node.op_type not in PRODUCTS or not all(operand.quantized for operand in operands(node)):
         return False
     if node.op_type == "Gemm" or (node.op_type == "MatMul" and any(map(is_constant, node.inputs))):
@@ -364,19 +364,18 @@ def is_shared_product(node: Any) -> bool:
         return False
     value = node.outputs[0]
     while len(readers := [reader for reader, _ in value.uses()]) == 1 and not value.is_graph_output():
-        if not _scales(readers[0]):
+        if not _only_scales(readers[0]):
             return False
         value = readers[0].outputs[0]
     return bool(len(readers) + value.is_graph_output() > 1)
 
 
 def sized_biases(nodes: Iterable[Any]) -> list[Any]:
-    """Return the convolutions of a graph whose bias the engine may lose, as the file computes with sizes and rounds.
+    """Return the convolutions whose bias OpenVINO may lose, because the file computes sizes and quantizes.
 
-    OpenVINO reads a convolution with a bias as a convolution, its shape, and an addition of the bias in that shape.
-    Where the file itself computes with a size, it then takes the size from there, which makes a second reader of the
-    convolution. The addition is no part of its kernel any more but of the Q behind it, where all channels get the bias
-    of the first.
+    OpenVINO reads a bias as an addition in the shape of the convolution. If the file computes a size, it reuses this
+    shape, which becomes a second reader of the convolution. The addition moves into the Q behind it, where all channels
+    get the bias of the first.
     """
     nodes = list(nodes)
     if not any(node.op_type in _SIZED for node in nodes) or not any(map(is_quantize, nodes)):
@@ -385,13 +384,13 @@ def sized_biases(nodes: Iterable[Any]) -> list[Any]:
     return [node for node in convolutions if len(node.inputs) > 2 and is_constant(node.inputs[2])]
 
 
-def _scales(node: Any) -> bool:
-    """Return whether a node multiplies a value by constants, or adds zeros to it: the engine joins both with scales."""
+def _only_scales(node: Any) -> bool:
+    """Return whether a node multiplies a value by constants or adds zeros, which OpenVINO merges with the scales."""
     varying = varying_inputs(node)
     if len(varying) != 1 or node.op_type not in ("Add", "Cast", "Div", "Identity", "Mul", "Sub"):
         return False
-    others = [given for given in node.inputs if given not in (None, varying[0])]
-    return node.op_type not in ("Add", "Sub") or all(map(_is_zero, others))
+    constants = [value for value in node.inputs if value not in (None, varying[0])]
+    return node.op_type not in ("Add", "Sub") or all(map(_is_zero, constants))
 
 
 def _is_zero(value: Any) -> bool:
