@@ -1,4 +1,4 @@
-"""Engines: build from an ONNX file, load, run on numpy arrays, measure."""
+"""Engines: build from an ONNX file, load, run on arrays or tensors, inspect and measure."""
 
 from __future__ import annotations
 

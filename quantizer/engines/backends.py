@@ -1,6 +1,6 @@
-"""Backends by name, and functions that build, load, recognize and inspect an engine of one.
+"""Registry of backends, and functions that build, load, recognize and inspect their engines.
 
-``backends.add("name")(SomeBackend())`` in a file of its own adds one.
+``backends.add("name")(SomeBackend())`` in a separate file registers one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def detect_backend(path: Path) -> str | None:
     """Return the backend that built an engine file; None for an ONNX file.
 
     Raises:
-        EngineError: the file is missing or empty, or its first bytes are not those of a known engine or of an ONNX
-            file. The format of TensorRT's own files is not recognized.
+        EngineError: the file is missing or empty, or is neither an ONNX file nor a recognized engine. TensorRT's own
+            files are not recognized.
     """
     try:
         with existing_file(path).open("rb") as stream:
@@ -48,8 +48,7 @@ def detect_backend(path: Path) -> str | None:
         checked_onnx(path)
     except EngineError as error:
         raise EngineError(
-            f"{path} is neither an ONNX file nor an engine that is known by its first bytes; "
-            "where it is an engine all the same, say of which backend with --backend"
+            f"{path} is neither an ONNX file nor a recognized engine; for an engine, specify its backend with --backend"
         ) from error
     domains = {node.domain for node in read_graph(path).graph.node}
     return next((name for name in profiles.names() if profile(name).file_domains & domains), None)
@@ -64,7 +63,7 @@ def backend(name: str) -> Backend:
     """Return the backend ``name``.
 
     Raises:
-        EngineError: no such backend; the message lists those there are.
+        EngineError: the backend does not exist; the message lists all backends.
     """
     if name not in backends.names():
         raise EngineError(f"unknown backend {name!r}; known: {', '.join(backends.names())}")
@@ -74,64 +73,64 @@ def backend(name: str) -> Backend:
 def build_engine(
     name: str, onnx_path: str | Path, engine_path: str | Path, options: BuildOptions | None = None
 ) -> BuildResult:
-    """Build the ONNX file into one engine file of the backend ``name``.
+    """Build an engine file of the backend ``name`` from an ONNX file.
 
     Args:
-        name: a name from ``backends``.
+        name: a name of ``backends``.
         onnx_path: the file to read.
-        engine_path: the file to write; its folder must exist. An older file there is replaced when all has gone well.
-        options: None means the defaults of ``BuildOptions``.
+        engine_path: the file to write; its folder must exist. An existing file is replaced after a successful build.
+        options: None: the defaults of ``BuildOptions``.
 
     Raises:
         EngineError: unknown backend; the ONNX file is missing, broken or refused; the engine cannot be written.
         MissingDependencyError: the backend's library is not installed.
     """
-    chosen, options, raised = backend(name), options or BuildOptions(), list[Exception]()
-    if (told := options.progress) is not None:
+    selected, options, raised = backend(name), options or BuildOptions(), list[Exception]()
+    if (report := options.progress) is not None:
 
         def progress(share: float, phase: str) -> None:
             try:
-                told(share, phase)
+                report(share, phase)
             except Exception as error:
                 raised.append(error)
                 raise
 
         options = replace(options, progress=progress)
-    source, place, started = Path(onnx_path), Path(engine_path), time.perf_counter()
-    options.check_for(chosen)
+    source, destination, started = Path(onnx_path), Path(engine_path), time.perf_counter()
+    options.check_for(selected)
     checked_onnx(source)
-    checked_output(place, source)
+    checked_output(destination, source)
     try:
         with unreadable_is(EngineError, source), named_in_errors(f"backend {name!r}"):
-            messages = chosen.build(source, place, options)
+            messages = selected.build(source, destination, options)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise EngineError(f"backend {name!r}: build() returned {messages!r}; expected a list of warnings")
-        if not place.is_file():
-            raise EngineError(f"backend {name!r}: build() wrote no file {place}")
-        return BuildResult(place, place.stat().st_size, time.perf_counter() - started, tuple(messages))
+        if not destination.is_file():
+            raise EngineError(f"backend {name!r}: build() did not write {destination}")
+        return BuildResult(destination, destination.stat().st_size, time.perf_counter() - started, tuple(messages))
     except EngineError as error:
         if raised and error.__cause__ is raised[0]:
-            # The caller's own, not one of the file.
+            # Raise the caller's error unchanged.
             raise raised[0] from None
         raise
 
 
 def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> Engine:
-    """Load an engine file of the backend ``name``; engines on a CPU also take an ``.onnx`` file.
+    """Load an engine file of the backend ``name``; engines on a CPU also accept an ``.onnx`` file.
 
-    Where an engine was built on a CPU with instructions that this one lacks, a warning says so.
+    A warning is raised if the engine was built on a CPU with instructions that this CPU lacks.
 
     Args:
-        name: a name from ``backends``.
+        name: a name of ``backends``.
         path: the file.
-        threads: threads of the CPU.
-        verify: compare the file with the checksum in it, which reads it once more: without, a damaged engine may load,
-            and give other outputs.
-        trust: load a compiled torch engine, which is native code, also where this process has not built it.
+        threads: number of CPU threads.
+        verify: compare the file with the checksum in it, which reads it once more. Without it, a damaged engine may
+            load and return wrong outputs.
+        trust: load a compiled torch engine, which is native code, even if this process has not built it.
 
     Raises:
-        EngineError: unknown backend; a file that is missing, damaged, not of this backend, or cannot be run here; or
-            native code that is not trusted.
+        EngineError: unknown backend; the file is missing, damaged, of another backend, or cannot run here; or it
+            contains native code that is not trusted.
         MissingDependencyError: the backend's library is not installed.
     """
     if threads < 1:
@@ -143,12 +142,12 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
         other = _other_backend(name, Path(path))
         if other is None:
             raise
-        raise EngineError(f"{path} is an engine of {other}, not of {name}: load_engine({other!r}, ...)") from error
-    lacking = [each for each in ("name", "device", "inputs", "output_names", "__call__") if not hasattr(loaded, each)]
-    if lacking:
+        raise EngineError(f"{path} is an engine of {other}, not of {name}: call load_engine({other!r}, ...)") from error
+    missing = [each for each in ("name", "device", "inputs", "output_names", "__call__") if not hasattr(loaded, each)]
+    if missing:
         raise EngineError(
             f"backend {name!r}: load() returned an object of {type(loaded).__name__}, which has no "
-            f"{', '.join(lacking)}; expected an engine"
+            f"{', '.join(missing)}; expected an engine"
         )
     if backend(name).device == "cpu":
         _warn_of_another_cpu(Path(path))
@@ -156,22 +155,22 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
 
 
 def _other_backend(name: str, path: Path) -> str | None:
-    """Return the backend whose library wrote a file, if that is not the library of ``name``."""
+    """Return the backend whose library wrote a file, if it differs from the library of ``name``; else None."""
     try:
-        found = detect_backend(path)
+        detected = detect_backend(path)
     except EngineError:
         return None
-    return None if found is None or profile(found).library == profile(name).library else found
+    return None if detected is None or profile(detected).library == profile(name).library else detected
 
 
 def _warn_of_another_cpu(path: Path) -> None:
-    """Warn if this CPU lacks instructions of the one that an engine was built on: others may be faster here."""
+    """Warn if an engine was built on a CPU with instructions that this CPU lacks."""
     here = cpu_instructions()
-    lacking = [name for name in built_on(path) if name not in here]
-    if here and lacking:
+    missing = [name for name in built_on(path) if name not in here]
+    if here and missing:
         warnings.warn(
-            f"{path} was built on a CPU with {', '.join(lacking)}, which this one lacks: it may be slower and less "
-            "exact here; choose and build an engine here again",
+            f"{path} was built on a CPU with {', '.join(missing)}, which this CPU lacks: it may be slower and less "
+            "accurate here; choose and build an engine on this CPU",
             stacklevel=3,
         )
 
@@ -185,19 +184,19 @@ def inspect_engine(
     runs: int = RUNS,
     trust: bool = False,
 ) -> Inspection:
-    """Report the precision of every layer, as the backend ``name`` itself states it.
+    """Return the precision of every layer of an engine, as its backend reports it.
 
     Args:
-        name: a name from ``backends``.
-        path: an engine file of that backend; engines on a CPU also take an ``.onnx`` file.
-        threads: threads of the CPU.
-        sizes: of the dynamic dimensions of the inputs.
-        runs: how many runs the time of a layer is the median of.
+        name: a name of ``backends``.
+        path: an engine file of that backend; engines on a CPU also accept an ``.onnx`` file.
+        threads: number of CPU threads.
+        sizes: sizes of the dynamic dimensions of the inputs.
+        runs: number of runs for the median time of a layer.
         trust: as in ``load_engine``.
 
     Raises:
-        EngineError: unknown backend; a file that is missing, not of this backend, or cannot be run here; or native code
-            that is not trusted.
+        EngineError: unknown backend; the file is missing, of another backend, or cannot run here; or it contains native
+            code that is not trusted.
         MissingDependencyError: the backend's library is not installed.
     """
     for word, value in (("threads", threads), ("batch", sizes.batch), ("sequence", sizes.sequence), ("runs", runs)):
@@ -211,12 +210,12 @@ def inspect_engine(
 
 
 def _unreadable_onnx(path: Path) -> AbstractContextManager[None]:
-    """Return the boundary of a file that is an ONNX file by its name."""
+    """Return ``unreadable_is`` for a file with the suffix ``.onnx``, else a null context."""
     return unreadable_is(EngineError, path) if path.suffix.lower() == ".onnx" else nullcontext()
 
 
 def runs_here(name: str) -> bool:
-    """Return whether this machine has the device that engines of the backend ``name`` run on.
+    """Return whether this machine has the device of the backend's engines.
 
     Raises:
         EngineError: unknown backend.
@@ -237,26 +236,26 @@ def observe_engine(
     sizes: InputSizes = USUAL_SIZES,
     required: bool = True,
 ) -> Inspection:
-    """Inspect an engine that was just built, and raise if it lacks the precision that was asked for.
+    """Inspect a new engine, and raise if it lacks the requested precision.
 
     Args:
         name: its backend.
         path: the engine file.
-        onnx_path: the ONNX file that it was built from.
-        threads: threads of the CPU.
-        sizes: of the dynamic dimensions of the inputs.
-        required: whether a lack is an error; False: the inspection tells it.
+        onnx_path: the ONNX file from which it was built.
+        threads: number of CPU threads.
+        sizes: sizes of the dynamic dimensions of the inputs.
+        required: whether a lack of precision is an error; False: only the inspection reports it.
 
     Raises:
-        EngineError: it cannot be run, or lacks the precision.
+        EngineError: the engine cannot run, or lacks the precision.
         MissingDependencyError: a library is not installed.
     """
-    asked = graph_inspection(onnx_path, _why(name), sizes=sizes)
+    requested = graph_inspection(onnx_path, _not_run_reason(name), sizes=sizes)
     if not runs_here(name):
-        return replace(asked, backend=name)
+        return replace(requested, backend=name)
     observed = inspect_engine(name, path, threads=threads, sizes=sizes)
     if required:
-        check_precision(observed, asked)
+        check_precision(observed, requested)
     return observed
 
 
@@ -272,64 +271,64 @@ def inspect_file(
 
     Args:
         path: the file.
-        name: its backend; None: detected from the file. An ONNX file that belongs to none is not run.
-        threads: threads of the CPU.
-        sizes: of the dynamic dimensions of the inputs.
-        trust: run native code in the file that this process has not built.
+        name: its backend; None: detected from the file. An ONNX file without a backend is not run.
+        threads: number of CPU threads.
+        sizes: sizes of the dynamic dimensions of the inputs.
+        trust: run native code that this process has not built.
 
     Raises:
-        EngineError: the file is missing, damaged, or of another backend; it cannot be inspected here; or it holds
+        EngineError: the file is missing, damaged, or of another backend; it cannot be inspected here; or it contains
             native code that is not trusted.
         MissingDependencyError: a library is not installed.
     """
     name = name or detect_backend(path)
     if name is None:
-        return graph_inspection(path, "an ONNX file is no engine", sizes=sizes)
+        return graph_inspection(path, "an ONNX file is not an engine", sizes=sizes)
     if runs_here(name):
         return inspect_engine(name, path, threads=threads, sizes=sizes, trust=trust)
     source = path.with_suffix(".onnx")
     if not source.is_file():
-        return Inspection(backend=name, verified=False, note=f"{_why(name)}; nor is there {source} to read")
-    return replace(graph_inspection(source, _why(name), sizes=sizes), backend=name)
+        return Inspection(backend=name, verified=False, note=f"{_not_run_reason(name)}, and {source} does not exist")
+    return replace(graph_inspection(source, _not_run_reason(name), sizes=sizes), backend=name)
 
 
-def _why(name: str) -> str:
-    return f"an engine of {name} runs on an NVIDIA GPU, and there is none here"
+def _not_run_reason(name: str) -> str:
+    return f"an engine of {name} needs an NVIDIA GPU, which this machine lacks"
 
 
 _SHOWN = 10
 
 
 def check_precision(observed: Inspection, graph: Inspection) -> None:
-    """Raise if an engine does less than ``LEAST_SHARE`` of what its graph asks for in low precision.
+    """Raise if an engine computes less than ``LEAST_SHARE`` of the low-precision work of its graph.
 
-    Shares of multiply-adds are compared; shares of products if an engine does not state all multiply-adds. An engine
-    that could not be observed passes.
+    Shares of multiply-adds are compared, or shares of operations if the engine does not report all multiply-adds. An
+    engine that was not run passes.
 
     Args:
-        observed: of the engine.
-        graph: of the ONNX file that it was built from, at the same sizes.
+        observed: inspection of the engine.
+        graph: inspection of the ONNX file from which it was built, at the same sizes.
 
     Raises:
-        EngineError: it lacks the precision; the message names the products and what the engine makes of them.
+        EngineError: the engine lacks the precision; the message lists the operations and their actual precision.
     """
-    asked, got = graph.low_share(), observed.low_share()
-    if not observed.verified or not asked or got is None or got >= LEAST_SHARE * asked:
+    expected, actual = graph.low_share(), observed.low_share()
+    if not observed.verified or not expected or actual is None or actual >= LEAST_SHARE * expected:
         return
-    wanted = [layer for layer in graph.layers if is_product(layer) and layer.precision in LOW_PRECISIONS]
-    kinds = ", ".join(dict.fromkeys(named(layer.precision) for layer in wanted))
-    names = {layer.name for layer in wanted}
+    low_layers = [layer for layer in graph.layers if is_product(layer) and layer.precision in LOW_PRECISIONS]
+    kinds = ", ".join(dict.fromkeys(named(layer.precision) for layer in low_layers))
+    names = {layer.name for layer in low_layers}
     wide = [layer for layer in observed.layers if is_product(layer) and layer.precision not in LOW_PRECISIONS]
-    # By the graph's names where the engine kept them, else by its own.
-    found = [(node, layer) for layer in wide for node in layer.nodes if node in names]
+    # Use the node names of the graph where the engine kept them.
+    known = [(node, layer) for layer in wide for node in layer.nodes if node in names]
     lines = [
         f"  - {name} runs in {named(layer.precision)} ({layer.type})"
-        for name, layer in found or [(layer.name, layer) for layer in wide]
+        for name, layer in known or [(layer.name, layer) for layer in wide]
     ]
     more = [f"  - and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     raise EngineError(
-        f"the {observed.backend} engine lacks the precision that was asked for: the graph asks for {kinds} in "
-        f"{asked:.1%} of the work, the engine does {got:.1%}, less than {LEAST_SHARE:.0%} of that:\n"
+        f"the {observed.backend} engine lacks the requested precision: the graph requests {kinds} for {expected:.1%} "
+        f"of the work, the engine computes {actual:.1%} in it, less than {LEAST_SHARE:.0%} of that:\n"
         + "\n".join([*lines[:_SHOWN], *more])
         + "".join(f"\n  {reason}" for reason in observed.reasons)
         + "\nexport for this backend (quantizer.backend), or check the file against it"

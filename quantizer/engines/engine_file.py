@@ -1,4 +1,4 @@
-"""Engine files: written whole or not at all, and signed with a footer that tells what the library does not."""
+"""Engine files: written atomically, and signed with a footer of facts that the library does not store."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from quantizer.utils.plain_values import json_values
 
 _MARK = b"\nquantizer engine: "
 _KEY = "quantizer.engine"
-"""What stands before the footer of an engine file, and its key in the metadata of an ONNX file."""
+"""Marker before the footer of an engine file, and its key in the metadata of an ONNX file."""
 _METADATA = 14
-"""The field of ModelProto whose entries have a key (field 1) and a value (field 2)."""
-_LONGEST = 2**20
-_PIECE = 2**20
+"""Field ``metadata_props`` of ModelProto, with a key (field 1) and a value (field 2)."""
+_MAX_FOOTER = 2**20
+_CHUNK = 2**20
 
 
 def checked_output(path: Path, source: Path | None = None) -> Path:
-    """Return ``path`` if a file can be written there, which is asked before a build."""
-    place = files.checked_file(path, EngineError)
-    if source is not None and place.exists() and place.samefile(source):
-        raise EngineError(f"{path} is the file that the engine is built from; give the engine another name")
+    """Return ``path`` after a check that a file can be written there."""
+    destination = files.checked_file(path, EngineError)
+    if source is not None and destination.exists() and destination.samefile(source):
+        raise EngineError(f"{path} is the ONNX file of this build; give the engine another name")
     return path
 
 
 def whole_file(path: Path) -> AbstractContextManager[Path]:
-    """Return ``quantizer.utils.files.whole_file``, which raises ``EngineError`` here."""
+    """Return ``quantizer.utils.files.whole_file`` with ``EngineError`` for its errors."""
     return files.whole_file(path, EngineError)
 
 
 def write_engine(
     path: Path, content: memoryview, note: Mapping[str, Any] = MappingProxyType({}), cpu: Sequence[str] = ()
 ) -> None:
-    """Write what a library built, and after it a footer with its SHA-256: the library would run a damaged file too.
+    """Write the library's engine, and a footer with its SHA-256: the library also runs damaged files.
 
     The footer is one line of JSON with the entries of ``note`` and the instruction sets of this CPU.
     """
@@ -52,40 +52,40 @@ def write_engine(
 
 
 def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, dict[str, Any]]:
-    """Return what a library built, and the note after it; an empty note if there is none, or no complete one."""
+    """Return the library's engine, and its note; the note is empty without a complete footer."""
     try:
-        whole = regular_file(path).read_bytes()
+        content = regular_file(path).read_bytes()
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
-    size, told = _footer(len(whole), whole[-_LONGEST:])
-    if told and verify:
-        _compare(path, hashlib.sha256(memoryview(whole)[:size]), told)
-    return whole[:size] if told else whole, {
-        name: value for name, value in told.items() if name not in ("cpu", "sha256")
+    size, footer = _footer(len(content), content[-_MAX_FOOTER:])
+    if footer and verify:
+        _compare(path, hashlib.sha256(memoryview(content)[:size]), footer)
+    return content[:size] if footer else content, {
+        name: value for name, value in footer.items() if name not in ("cpu", "sha256")
     }
 
 
-def copy_content(path: Path, place: Path) -> None:
-    """Write what a library built to a file of its own: it refuses one with a footer."""
-    left = content_bytes(path)
-    with path.open("rb") as stream, place.open("wb") as copy:
-        while left and (piece := stream.read(min(left, _PIECE))):
-            copy.write(piece)
-            left -= len(piece)
+def copy_content(path: Path, destination: Path) -> None:
+    """Copy the library's engine without the footer, which the library refuses."""
+    remaining = content_bytes(path)
+    with path.open("rb") as stream, destination.open("wb") as copy:
+        while remaining and (chunk := stream.read(min(remaining, _CHUNK))):
+            copy.write(chunk)
+            remaining -= len(chunk)
 
 
 def content_bytes(path: Path) -> int:
-    """Return how many bytes of an engine file are what a library built, without the footer."""
+    """Return the size in bytes of the library's engine in a file, without the footer."""
     return _read_footer(path)[0]
 
 
 def built_on(path: Path) -> tuple[str, ...]:
-    """Return the instruction sets of the CPU that an engine file was built on; empty if it does not say."""
+    """Return the instruction sets of the CPU on which an engine file was built; empty if unknown."""
     return tuple(map(str, _read_footer(path)[1].get("cpu", ()))) if is_file(path) else ()
 
 
 def sign_onnx(path: Path, cpu: Sequence[str] = ()) -> None:
-    """Append a footer to the metadata of an ONNX file, as its last bytes; ONNX readers still read the file."""
+    """Append a footer to an ONNX file, as metadata that ONNX readers accept."""
     with path.open("rb+") as stream:
         digest = hashlib.file_digest(stream, "sha256")
         stream.seek(0, os.SEEK_END)
@@ -93,55 +93,54 @@ def sign_onnx(path: Path, cpu: Sequence[str] = ()) -> None:
 
 
 def check_signature(path: Path) -> None:
-    """Raise if an ONNX file does not match the SHA-256 that ``sign_onnx`` appended; a file without one passes."""
-    left, told = _read_footer(path)
-    if not told:
+    """Raise if an ONNX file does not match the SHA-256 of ``sign_onnx``; an unsigned file passes."""
+    remaining, footer = _read_footer(path)
+    if not footer:
         return
     digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while left and (piece := stream.read(min(left, _PIECE))):
-            digest.update(piece)
-            left -= len(piece)
-    _compare(path, digest, told)
+        while remaining and (chunk := stream.read(min(remaining, _CHUNK))):
+            digest.update(chunk)
+            remaining -= len(chunk)
+    _compare(path, digest, footer)
 
 
 def _read_footer(path: Path) -> tuple[int, dict[str, Any]]:
     size = path.stat().st_size
     with path.open("rb") as stream:
-        stream.seek(max(0, size - _LONGEST))
+        stream.seek(max(0, size - _MAX_FOOTER))
         return _footer(size, stream.read())
 
 
 def _footer(size: int, tail: bytes) -> tuple[int, dict[str, Any]]:
-    """Return the size of what stands before the footer of a file that ends with ``tail``, and the footer, or {}."""
+    """Return the size of the content before the footer of a file that ends with ``tail``, and the footer, or {}."""
     line, entry = tail.rfind(_MARK), tail.rfind(with_length(1, _KEY.encode()))
     text = tail[line + len(_MARK) :] if line > entry else tail[tail.find(b"{", entry) :]
     footer = _MARK + text.strip() + b"\n" if line > entry else _entry(text)
     try:
-        told = json_values(text)
+        values = json_values(text)
     except ValueError:
-        told = None
-    if max(line, entry) < 0 or not isinstance(told, dict) or "sha256" not in told or not tail.endswith(footer):
+        values = None
+    if max(line, entry) < 0 or not isinstance(values, dict) or "sha256" not in values or not tail.endswith(footer):
         return size, {}
-    return size - len(footer), told
+    return size - len(footer), values
 
 
 def _entry(text: bytes) -> bytes:
     return with_length(_METADATA, with_length(1, _KEY.encode()) + with_length(2, text))
 
 
-def _signed(digest: Any, told: Mapping[str, Any]) -> bytes:
-    """Return a footer with its checksum, which covers the content that ``digest`` has read, and the footer."""
-    digest.update(json.dumps(told, sort_keys=True).encode())
-    return json.dumps({**told, "sha256": digest.hexdigest()}, sort_keys=True).encode()
+def _signed(digest: Any, values: Mapping[str, Any]) -> bytes:
+    """Return a footer with a checksum of the content, which ``digest`` has read, and of the footer."""
+    digest.update(json.dumps(values, sort_keys=True).encode())
+    return json.dumps({**values, "sha256": digest.hexdigest()}, sort_keys=True).encode()
 
 
-def _compare(path: Path, digest: Any, told: Mapping[str, Any]) -> None:
+def _compare(path: Path, digest: Any, footer: Mapping[str, Any]) -> None:
     digest.update(
-        json.dumps({name: value for name, value in told.items() if name != "sha256"}, sort_keys=True).encode()
+        json.dumps({name: value for name, value in footer.items() if name != "sha256"}, sort_keys=True).encode()
     )
-    if digest.hexdigest() != told["sha256"]:
+    if digest.hexdigest() != footer["sha256"]:
         raise EngineError(
-            f"{path} is damaged: it is not as it was written (its SHA-256 differs); copy it again, or build it again "
-            "from its ONNX file"
+            f"{path} is damaged: its SHA-256 differs; copy it again, or build it again from its ONNX file"
         )

@@ -1,7 +1,7 @@
-"""Measurements of engines: latency in interleaved rounds, and in a fresh process the peak memory or a trial build.
+"""Measurements of engines: interleaved latency, peak memory, and trial builds in a separate process.
 
-``python -m quantizer.engines.measure memory|trial MODULE BACKEND ...`` is run in a process of its own by
-``peak_memory_mib``, as a peak never falls, and by ``tried_build``, as a build may crash or hang.
+``python -m quantizer.engines.measure memory|trial MODULE BACKEND ...`` runs in a fresh process, because a peak of
+memory never falls and a build may crash or hang.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from quantizer.utils.lazy import import_library
 
 
 def in_own_process(task: str, backend: str, words: Sequence[object], *, doing: str, timeout_s: float) -> Any:
-    """Do one of ``_TASKS`` in a fresh process, and return its result: what it crashes or holds is not this process's.
+    """Run a task of ``_TASKS`` in a fresh process, and return its result.
 
-    ``doing`` names the task in messages. The process reads from its stdin which native code this one has built.
+    ``doing`` names the task in messages. The process reads from stdin which native code this process has built.
     """
     command = python_command("quantizer.engines.measure", task, type(registered(backend)).__module__, backend, *words)
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -54,36 +54,38 @@ def in_own_process(task: str, backend: str, words: Sequence[object], *, doing: s
         raise EngineError(f"{doing} failed: its process cannot start ({error.strerror or error})") from error
     except subprocess.TimeoutExpired as error:
         raise EngineError(f"{doing} took more than {timeout_s:g} s") from error
-    if done.returncode < 0:
-        raise EngineError(f"{doing} crashed: {signal.strsignal(-done.returncode)} (signal {-done.returncode})")
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    if completed.returncode < 0:
+        raise EngineError(
+            f"{doing} crashed: {signal.strsignal(-completed.returncode)} (signal {-completed.returncode})"
+        )
+    if completed.returncode != 0:
+        lines = completed.stderr.strip().splitlines() or [f"exit status {completed.returncode}"]
         raise EngineError(f"{doing} failed: {lines[-1]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(completed.stdout.strip().splitlines()[-1])
 
 
-_FEWEST_ROUNDS = 3
-_WARM = 0.1
-"""The share of the time after which one round before is enough: calls are so slow that a second one is no faster."""
+_MIN_ROUNDS = 3
+_ENOUGH_WARMUP = 0.1
+"""Share of the time limit after which one warmup round is enough: a second call of slow functions is not faster."""
 
 
 def interleaved_latency(
     callables: Mapping[str, Callable[[], object]], rounds: int = 20, warmup: int = 3, seconds: float | None = None
 ) -> dict[str, list[float]]:
-    """Return the seconds of each call of each callable; sample i of all is from round i, so that ratios can be paired.
+    """Return the seconds of each call by callable; sample i of all callables is from round i.
 
-    Callables take turns, and each round starts with the next one. So a slow phase of the machine slows all of them, and
-    none always follows the same neighbour.
+    Each round starts with the next callable. A slow phase of the machine affects all callables, and none always follows
+    the same neighbor.
 
     Args:
-        callables: what to time, by name.
+        callables: functions to time, by name.
         rounds: samples of each.
         warmup: rounds before, not counted.
-        seconds: about how long all of it may take; slow calls are called in 3 rounds at least, and one before. None:
-            as long as it takes.
+        seconds: approximate time limit for all rounds; slow callables get at least 3 rounds after one warmup. None: no
+            limit.
 
     Raises:
-        EngineError: nothing to time, or no rounds.
+        EngineError: no callables, or invalid numbers of rounds.
     """
     if not callables:
         raise EngineError("no engine to time: give at least one")
@@ -92,18 +94,18 @@ def interleaved_latency(
     names = list(callables)
     samples: dict[str, list[float]] = {name: [] for name in names}
     begin = time.perf_counter()
-    for turn in range(-warmup, rounds):
+    for index in range(-warmup, rounds):
         spent = 0.0 if seconds is None else (time.perf_counter() - begin) / seconds
-        if turn >= _FEWEST_ROUNDS and spent > 1:
+        if index >= _MIN_ROUNDS and spent > 1:
             break
-        if -warmup < turn < 0 and spent > _WARM:
+        if -warmup < index < 0 and spent > _ENOUGH_WARMUP:
             continue
-        first = turn % len(names)
+        first = index % len(names)
         for name in names[first:] + names[:first]:
             started = time.perf_counter()
             callables[name]()
             elapsed = time.perf_counter() - started
-            if turn >= 0:
+            if index >= 0:
                 samples[name].append(elapsed)
     return samples
 
@@ -118,8 +120,8 @@ class PeakMemory:
     """Peak resident memory of a process, in MiB.
 
     Attributes:
-        peak_mib: after loading an engine and running it.
-        baseline_mib: of the same process before, with the interpreter and the library imported.
+        peak_mib: after loading and running an engine.
+        baseline_mib: before that, with the interpreter and the library imported.
     """
 
     peak_mib: float
@@ -133,26 +135,25 @@ def peak_memory_mib(
     threads: int = 1,
     timeout_s: float = 600.0,
 ) -> PeakMemory:
-    """Load an engine in a fresh process, run it a few times on made-up inputs, and return its peak resident memory.
+    """Return the peak resident memory of a fresh process that loads an engine and runs it on generated inputs.
 
     Args:
         path: the engine file, or an ONNX file for an engine on a CPU.
-        backend: the backend's name.
-        sizes: of the dynamic dimensions of the inputs.
-        threads: threads of the CPU.
-        timeout_s: seconds until the process is given up.
-        sizes: sizes of dynamic dimensions by name, where they are known; they come before the two.
+        backend: name of the backend.
+        sizes: sizes of the dynamic dimensions of the inputs.
+        threads: number of CPU threads.
+        timeout_s: time limit in seconds.
 
     Raises:
-        EngineError: unknown backend; the engine does not load or run there, or takes longer than ``timeout_s``.
+        EngineError: unknown backend; the engine does not load or run, or exceeds ``timeout_s``.
     """
     words = (path, threads, json.dumps(asdict(sizes)))
     doing = f"measuring the memory of {path}"
     return PeakMemory(**in_own_process("memory", backend, words, doing=doing, timeout_s=timeout_s))
 
 
-_MOST = 2**40
-"""So many values no input has: a file that was damaged may ask for them."""
+_MAX_VALUES = 2**40
+"""Maximum number of values of an input; a damaged file may request more."""
 
 
 def made_up_inputs(
@@ -160,9 +161,9 @@ def made_up_inputs(
     sizes: InputSizes,
     whole: int = 1,
 ) -> dict[str, Array]:
-    """Return an array for each input: ones for integers (a valid token id and mask), small random numbers for floats.
+    """Return one generated array per input: ones for integers (a valid token id and mask), else small random numbers.
 
-    Shapes: [None, 384] gives [batch, 384], [None, None] gives [batch, sequence]; axes of one name get one size.
+    Shapes: [None, 384] becomes [batch, 384], [None, None] becomes [batch, sequence]; axes with one name get one size.
     """
     random = np.random.default_rng(0)
     named = sizes.of([spec.dimensions for spec in specs])
@@ -173,15 +174,15 @@ def made_up_inputs(
             size if size is not None else named.get(name, sizes.sequence if axis > 0 else sizes.batch)
             for axis, (size, name) in enumerate(zip(spec.shape, names, strict=True))
         ]
-        if prod(shape) > _MOST:
-            raise EngineError(f"input {spec} would have {prod(shape):.0e} values: a size in the file is wrong")
+        if prod(shape) > _MAX_VALUES:
+            raise EngineError(f"input {spec} would have {prod(shape):.0e} values; a size in the file is wrong")
         values = random.standard_normal(shape) if spec.dtype.kind == "f" else np.full(shape, whole)
         arrays[spec.name] = values.astype(spec.dtype)
     return arrays
 
 
 def working_inputs(engine: Engine, sizes: InputSizes) -> dict[str, Array]:
-    """Return made-up inputs that the engine runs with: ones, or zeros if ones fail, as in a table of one row."""
+    """Return generated inputs that the engine accepts: ones, or zeros if ones fail, as for a table with one row."""
     inputs = made_up_inputs(engine.inputs, sizes)
     try:
         engine(inputs)
@@ -198,10 +199,10 @@ _RUNS = 3
 
 
 def peak_rss_mib() -> float:
-    """Return the peak resident memory of this process so far."""
+    """Return the peak resident memory of this process in MiB."""
     status = Path("/proc/self/status")
     if status.exists() and (match := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
-        # Not ru_maxrss: on Linux a new program starts with the peak of the process that started it.
+        # On Linux, ru_maxrss of a new program starts with the peak of its parent process.
         return int(match[1]) / 1024
     # Bytes on macOS, KiB elsewhere.
     unit = 2**20 if sys.platform == "darwin" else 2**10
@@ -213,7 +214,7 @@ def _measured_memory(backend: str, path: str, threads: str, sizes: str) -> dict[
     if library is not None:
         import_library(backend, library)
     baseline_mib = peak_rss_mib()
-    # The memory for computing the checksum is not the engine's.
+    # A checksum would add to the memory of the engine.
     engine = load_engine(backend, path, threads=int(threads), verify=False)
     inputs = working_inputs(engine, InputSizes(**json.loads(sizes)))
     for _ in range(_RUNS):
@@ -221,9 +222,9 @@ def _measured_memory(backend: str, path: str, threads: str, sizes: str) -> dict[
     return asdict(PeakMemory(peak_mib=peak_rss_mib(), baseline_mib=baseline_mib))
 
 
-_OF_A_TRIAL = InputSizes(1, 16)
+_TRIAL_SIZES = InputSizes(1, 16)
 TIMEOUT_S = 600.0
-"""After so many seconds a build and its first run are given up."""
+"""Time limit in seconds for a build and its first run."""
 
 
 def tried_build(
@@ -233,55 +234,55 @@ def tried_build(
     options: BuildOptions,
     *,
     threads: int = 1,
-    sizes: InputSizes = _OF_A_TRIAL,
+    sizes: InputSizes = _TRIAL_SIZES,
     timeout_s: float | None = None,
 ) -> BuildResult:
-    """Build an engine and run it once on made-up inputs, in a fresh process.
+    """Build an engine and run it once on generated inputs, in a fresh process.
 
     Args:
-        backend: the backend's name.
+        backend: name of the backend.
         onnx: the ONNX file to read.
         engine: the engine file to write.
-        options: those of a backend on a CPU.
-        threads: threads of the CPU.
-        sizes: of the dynamic dimensions of the inputs.
-        timeout_s: seconds until it is given up; None: ``TIMEOUT_S``.
+        options: options of a backend on a CPU.
+        threads: number of CPU threads.
+        sizes: sizes of the dynamic dimensions of the inputs.
+        timeout_s: time limit in seconds; None: ``TIMEOUT_S``.
     """
-    told = {
+    build_options = {
         "dynamic": dict(options.dynamic),
         "only_sizes": list(map(dict, options.only_sizes)),
         "inference_precision": options.inference_precision,
         "compiled": options.compiled,
     }
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    words = (onnx, engine, threads, json.dumps(told), json.dumps(asdict(sizes)))
-    doing = f"building and running {engine.name} for {backend} in a process of its own"
+    words = (onnx, engine, threads, json.dumps(build_options), json.dumps(asdict(sizes)))
+    doing = f"building and running {engine.name} for {backend} in a separate process"
     result = in_own_process("trial", backend, words, doing=doing, timeout_s=timeout_s)
     note_digests(result["native"])
     return BuildResult(engine, result["size_bytes"], result["seconds"], tuple(result["warnings"]))
 
 
-def _tried_here(backend: str, onnx: str, engine: str, threads: str, options: str, sizes: str) -> dict[str, Any]:
+def _trial_build(backend: str, onnx: str, engine: str, threads: str, options: str, sizes: str) -> dict[str, Any]:
     built = build_engine(backend, onnx, engine, BuildOptions(**json.loads(options)))
     loaded = load_engine(backend, engine, threads=int(threads), verify=False)
     loaded(working_inputs(loaded, InputSizes(**json.loads(sizes))))
     return {**asdict(built), "path": str(built.path), "native": built_here()}
 
 
-_TASKS: Mapping[str, Callable[..., dict[str, Any]]] = {"memory": _measured_memory, "trial": _tried_here}
+_TASKS: Mapping[str, Callable[..., dict[str, Any]]] = {"memory": _measured_memory, "trial": _trial_build}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do a task in this process, and print one line of JSON; return 1 after a message if the engine fails."""
+    """Run a task in this process and print its result as one line of JSON; return 1 after an error message."""
     task, module, *words = arguments
     try:
-        # Importing the module of the backend's class registers a backend from outside the package.
+        # Importing its module registers a backend of another package.
         import_module(module)
-        found = _TASKS[task](*words)
+        result = _TASKS[task](*words)
     except (QuantizerError, ImportError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
-    print(json.dumps(found))
+    print(json.dumps(result))
     return 0
 
 

@@ -1,10 +1,4 @@
-"""Facts of the graph of an ONNX file, without an engine.
-
-``graph_inspection`` lists the products that its Q/DQ asks for, each with its precision and its multiply-adds: what an
-engine should do; what it does only the engine itself can state. ``product_names`` finds the product behind each name,
-as engines call a fused layer after its last node, or its output. ``explain_error`` adds to a library's error the nodes
-that it names, with their modules, and a hint.
-"""
+"""Facts of an ONNX graph without an engine: precision and work of its operations, their names, and error hints."""
 
 from __future__ import annotations
 
@@ -22,7 +16,7 @@ from quantizer.export.qdq.operand import MATMULS, MOVES, PRODUCTS
 from quantizer.utils.lazy import import_library
 from quantizer.utils.records import LOW_PRECISIONS, Inspection, Layer, convolution_work, matmul_work
 
-# Larger constants do not determine shapes: only their own shape is kept.
+# Larger constants do not determine shapes; only their shape is stored.
 _SMALL = 1024
 _PRECISIONS = {
     "FLOAT": "fp32",
@@ -40,15 +34,17 @@ _PRECISIONS = {
 
 
 def graph_inspection(path: Path, why: str, *, sizes: InputSizes = USUAL_SIZES) -> Inspection:
-    """Return the products of an ONNX file; one is in low precision if all its operands are dequantized.
+    """Return the matrix multiplications and convolutions of an ONNX file.
+
+    They count as low precision if both operands are dequantized.
 
     Args:
         path: the file.
-        why: why no engine was observed.
-        sizes: of the dynamic dimensions of the inputs.
+        why: reason why no engine was observed.
+        sizes: sizes of the dynamic dimensions of the inputs.
 
     Raises:
-        EngineError: the file is missing, broken, or no ONNX file.
+        EngineError: the file is missing, broken, or not an ONNX file.
         MissingDependencyError: onnx is not installed.
     """
     with unreadable_is(EngineError, path):
@@ -58,7 +54,7 @@ def graph_inspection(path: Path, why: str, *, sizes: InputSizes = USUAL_SIZES) -
 def _inspected(path: Path, why: str, sizes: InputSizes) -> Inspection:
     graph = SizedGraph(read_graph(path), sizes)
     shape = sizes.words(input_dimensions(path).values())
-    note = f"{why}; what follows is what the ONNX file asks for, at {shape}"
+    note = f"{why}; the figures are those that the ONNX file requests, at {shape}"
     return inspection_from_layers("onnx", list(graph.layers()), verified=False, note=note)
 
 
@@ -69,13 +65,13 @@ def precision_of(element_type: int) -> str:
 
 
 class SizedGraph:
-    """ONNX graph with the shapes that it has at given sizes.
+    """ONNX graph with shapes inferred at given sizes.
 
     Attributes:
         nodes: the nodes, in the file's order.
         precisions: precision of each tensor, if known.
         shapes: shape of each tensor, if known.
-        made_by: the node that writes a tensor.
+        made_by: node that writes a tensor.
     """
 
     def __init__(self, model: Any, sizes: InputSizes) -> None:
@@ -88,13 +84,13 @@ class SizedGraph:
             self.precisions[tensor.name] = precision_of(tensor.data_type)
             self.shapes[tensor.name] = tuple(tensor.dims)
         for value in (*shaped.value_info, *shaped.input, *shaped.output):
-            told = value.type.tensor_type
-            self.precisions[value.name] = precision_of(told.elem_type)
-            if told.HasField("shape") and all(size.HasField("dim_value") for size in told.shape.dim):
-                self.shapes[value.name] = tuple(size.dim_value for size in told.shape.dim)
+            tensor_type = value.type.tensor_type
+            self.precisions[value.name] = precision_of(tensor_type.elem_type)
+            if tensor_type.HasField("shape") and all(size.HasField("dim_value") for size in tensor_type.shape.dim):
+                self.shapes[value.name] = tuple(size.dim_value for size in tensor_type.shape.dim)
 
     def layers(self) -> Iterator[Layer]:
-        """Yield the products, and the nodes that only convert."""
+        """Yield the matrix multiplications and convolutions, and the quantizers, casts and softmaxes."""
         quantizers = ("QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear")
         roles = {**dict.fromkeys(quantizers, "quantizer"), "Cast": "cast", "Softmax": "softmax"}
         for index, node in enumerate(self.nodes):
@@ -113,14 +109,14 @@ class SizedGraph:
                 yield Layer(name=name, type=node.op_type, role=role, precision=self.type_of(node.output[0]))
 
     def precision(self, node: Any) -> str:
-        """Return what a product computes in."""
+        """Return the precision in which a matrix multiplication computes."""
         stored = [self._stored(name) for name in node.input[:2]]
         low = [precision for precision in stored if precision in LOW_PRECISIONS]
-        # An operand of one byte and one of a nibble multiply in the wider.
+        # Operands of different widths multiply in the wider type.
         return max(low, key=("fp4", "int4", "fp8", "int8").index) if len(low) == 2 else self.type_of(node.output[0])
 
     def _stored(self, name: str) -> str:
-        """Return the type before the DequantizeLinear that makes a tensor, also through moves; empty if none does."""
+        """Return the type before the DequantizeLinear of a tensor, also through moves; empty without one."""
         while (node := self.made_by.get(name)) is not None and node.op_type in MOVES:
             name = node.input[0]
         if node is None or node.op_type != "DequantizeLinear":
@@ -132,7 +128,7 @@ class SizedGraph:
         return self.precisions.get(name, "unknown")
 
     def work(self, node: Any) -> int | None:
-        """Return the multiply-adds of a product; None if they cannot be told."""
+        """Return the multiply-adds of a matrix multiplication; None if unknown."""
         names = (*node.input[:2], node.output[0])
         if any(name not in self.shapes for name in names):
             return None
@@ -154,10 +150,10 @@ def _shaped(model: Any, sizes: InputSizes) -> Any:
     names = [[axis.dim_param for axis in shape] for shape in shapes]
     named = sizes.of(names)
     for shape in shapes:
-        for place, axis in enumerate(shape):
+        for axis_index, axis in enumerate(shape):
             if not axis.HasField("dim_value"):
-                axis.dim_value = named.get(axis.dim_param, sizes.sequence if place > 0 else sizes.batch)
-    # Shapes that the file states hold for other sizes.
+                axis.dim_value = named.get(axis.dim_param, sizes.sequence if axis_index > 0 else sizes.batch)
+    # Shapes in the file hold for other sizes.
     del graph.value_info[:]
     for value in graph.output:
         value.type.tensor_type.ClearField("shape")
@@ -196,86 +192,86 @@ _FUSED = frozenset(
         "Tanh",
     }
 )
-"""Operators that engines compute in the layer of the product that they read."""
+"""Operators that engines fuse into the matrix multiplication before them."""
 
 
 def product_names(path: Path) -> dict[str, str]:
-    """Return the name of the product that a node or tensor is computed of alone, by its name.
+    """Return the name of the MatMul, Gemm or convolution that computes a node or tensor, by its name.
 
-    That is the product itself, and what follows it through activations and constants: ``block/Clip`` for the
-    convolution ``block.conv/Conv``. What has no such product is left out.
+    Activations and constants may follow it: ``block/Clip`` belongs to ``block.conv/Conv``, because engines name a fused
+    layer after its last node or output. Other nodes are left out.
     """
     graph = read_graph(path).graph
     behind: dict[str, str] = {}
-    found: dict[str, str] = {}
+    by_node: dict[str, str] = {}
     constants = {tensor.name for tensor in graph.initializer}
     for node in graph.node:
         product = node.name if node.op_type in PRODUCTS else _product_read(node, behind, constants)
         if product is not None:
             behind.update(dict.fromkeys(node.output, product))
-            found[node.name] = product
+            by_node[node.name] = product
         elif all(name in constants for name in node.input):
             constants.update(node.output)
-    return {**behind, **found}
+    return {**behind, **by_node}
 
 
 def _product_read(node: Any, behind: dict[str, str], constants: set[str]) -> str | None:
-    """Return the product that a node reads through its only operand that is no constant."""
+    """Return the matrix multiplication behind the only non-constant input of a node; None for other nodes."""
     computed = [name for name in node.input if name and name not in constants]
     return behind.get(computed[0]) if node.op_type in _FUSED and len(computed) == 1 else None
 
 
 _SHOWN = 3
-# Fragments of libraries' messages and the remedy for each; the first match counts.
+# Fragments of libraries' messages, and advice for each; the first match counts.
 _HINTS = (
     (
         r"plugin not found|no conversion rule|no op registered|neither an operator",
-        "replace the call in the model that makes this operator (an operator patch), or leave that part out",
+        "replace the call of this operator in the model (an operator patch), or leave that part out",
     ),
     (
         r"outside the base directory|escapes model directory|failed to import initializer",
-        "put the file with the weights beside the model, under the name that the model gives it",
+        "put the weight file beside the model, under the name that the model states",
     ),
     (r"hw-specific datatypes", "quantize to int8, or build for a GPU generation that has this type"),
-    (r"opset|ir_version|ir version", "export with an opset that it reads (export.opset)"),
-    (r"data type|type error|datatype", "export for this backend (quantizer.backend): it takes no such type there"),
-    (r"out of memory|bad_alloc|failed to allocate", "free memory, or give smaller largest sizes (export.dynamic)"),
+    (r"opset|ir_version|ir version", "export with an opset that the backend reads (export.opset)"),
+    (r"data type|type error|datatype", "export for this backend (quantizer.backend), which does not support this type"),
+    (r"out of memory|bad_alloc|failed to allocate", "free memory, or reduce the largest sizes (export.dynamic)"),
 )
 
 
 def named_node(name: str, operator: str) -> str:
-    """Return a node as messages name it: with its operator and its module.
+    """Return a node with its operator and module, as text for messages.
 
-    Node names begin with the module, as the export wrote them: ``encoder.layer.0.output.dense.site/MatMul``.
+    Exported node names begin with the module: ``encoder.layer.0.output.dense.site/MatMul``.
     """
     module = name.rpartition("/")[0]
     return f"node {name!r} ({operator})" + (f" of module {module!r}" if module else "")
 
 
 def hint_for(text: str) -> str:
-    """Return a remedy for a library's message, as ``; do this``; empty if none is known."""
+    """Return advice for a library's message, as ``; do this``; empty if unknown."""
     return next((f"; {hint}" for words, hint in _HINTS if re.search(words, text, re.IGNORECASE)), "")
 
 
 def explain_error(onnx_path: Path, text: str) -> str:
-    """Return ``text``, the nodes of the file that it names, and a hint."""
-    found = _named_nodes(onnx_path, text)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    where = f" [{', '.join(found[:_SHOWN])}{more}]" if found else ""
+    """Return ``text``, the nodes of the file that it names, and advice."""
+    nodes = _named_nodes(onnx_path, text)
+    more = f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else ""
+    where = f" [{', '.join(nodes[:_SHOWN])}{more}]" if nodes else ""
     return f"{text}{where}{hint_for(text)}"
 
 
 def _named_nodes(onnx_path: Path, text: str) -> list[str]:
-    """Return the nodes whose names occur in ``text``; else those whose operators do."""
+    """Return the nodes whose names occur in ``text``, else the nodes whose operators occur."""
     try:
         nodes = list(read_graph(onnx_path).graph.node)
     except QuantizerError:
-        # A damaged file, or onnx is not installed: the library's own message has to do.
+        # The file is damaged or onnx is missing: the library's message must do.
         return []
-    by_name = [node for node in nodes if node.name and _stands_in(text, node.name)]
-    operators = {node.op_type for node in nodes if _stands_in(text, node.op_type)}
+    by_name = [node for node in nodes if node.name and _occurs_in(text, node.name)]
+    operators = {node.op_type for node in nodes if _occurs_in(text, node.op_type)}
     return [named_node(node.name, node.op_type) for node in by_name or nodes if by_name or node.op_type in operators]
 
 
-def _stands_in(text: str, word: str) -> bool:
+def _occurs_in(text: str, word: str) -> bool:
     return re.search(rf"(?<![\w./]){re.escape(word)}(?![\w./])", text) is not None

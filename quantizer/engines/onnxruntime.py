@@ -1,12 +1,11 @@
-"""ONNX Runtime on the CPU.
+"""Engines of ONNX Runtime on the CPU.
 
-An engine file is an ONNX file that already has the optimizations that hold on every machine; ONNX Runtime adds those of
-the present machine when it loads the file. Some of its fusions are left out, because they make a model slower, and one
-is added: biases are fused into products. Its ``MatMulIntegerToFloat`` and ``DynamicQuantizeMatMul`` take a bias, which
-ONNX Runtime fuses in the operator format and not for Q/DQ. An Add reads and writes again all that the product has
-written: MiniLM at 8 x 128 takes 12% longer with them.
+An engine file is an ONNX file with the optimizations that hold on every machine; ONNX Runtime adds others at load time.
+Fusions that slow models down are disabled. Biases are fused into ``MatMulIntegerToFloat`` and
+``DynamicQuantizeMatMul``, which ONNX Runtime only does in the operator format; separate Adds slow MiniLM down by 12% at
+8 x 128.
 
-Layers are those of the session's optimized graph, with types, shapes and times from its own profile.
+Layers come from the session's optimized graph, with types, shapes and times from its profile.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ _CONVOLUTIONS = ("Conv", "ConvInteger", "FusedConv", "QLinearConv")
 
 
 def needs_basic_level(path: Path) -> bool:
-    """Return whether an engine file runs as it does here at the level of basic optimizations.
+    """Return whether an engine file runs best with basic optimizations on a server.
 
-    A server has no list of fusions to leave out, but may have the level. At the basic one those of ``SLOW_FUSIONS`` for
-    transformers are left out, and so is the layout of convolutions, which is worth more where there are many of them:
-    a ResNet-18 in float takes a quarter longer without, MiniLM in INT8 a fifth longer with all optimizations.
+    A server cannot disable single fusions. The basic level leaves out ``SLOW_FUSIONS`` and the layout of convolutions.
+    Without that layout, ResNet-18 in float is a quarter slower; with all optimizations, MiniLM in INT8 is a fifth
+    slower.
     """
     import onnx
 
@@ -83,14 +82,14 @@ _ROLES = {
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), "quantizer"),
     **dict.fromkeys(("ReorderInput", "ReorderOutput"), "reformat"),
     **dict.fromkeys(MOVES, "move"),
-    # A residual add that was fused with its successor still counts as one.
+    # A residual Add counts even if it is fused with its successor.
     **dict.fromkeys(("Add", "QLinearAdd", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), "addition"),
     **dict.fromkeys(("LayerNormalization", "SimplifiedLayerNormalization"), "normalization"),
     "Cast": "cast",
 }
-# What its optimizer adds to the name of a node that it fuses with another or gives another layout.
+# Decorations of the optimizer for names of fused nodes and nodes with another layout.
 _DECORATED = re.compile(r"^fused |_nchwc$|_token_\d+$")
-# These quantize their first input themselves, or hold no operand of it in floats.
+# Operators that quantize their first input, or have no float operands.
 _INTEGER = ("DynamicQuantize", "QLinear", "QGemm", "QAttention")
 _PRECISIONS = {
     "float": "fp32",
@@ -109,11 +108,11 @@ def observed_layers(
     prepared: Callable[[Any], Callable[[], object]],
     runs: int = RUNS,
 ) -> list[Layer]:
-    """Return the nodes of the optimized graph, with the facts from profiled runs."""
+    """Return the nodes of the optimized graph, with types, shapes and times of profiled runs."""
     with scratch() as folder:
         optimized = folder / "optimized.onnx"
         settings.optimized_model_filepath = str(optimized)
-        # In a file beside it: the graph stays below protobuf's limit of 2 GB and is quick to read.
+        # External weights keep the graph below protobuf's limit of 2 GB, and fast to read.
         settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights.bin")
         settings.enable_profiling = True
         settings.profile_file_prefix = str(folder / "profile")
@@ -121,22 +120,22 @@ def observed_layers(
         run = prepared(session)
         for _ in range(WARMUP + runs):
             run()
-        # Names of a file need not be Unicode, and the library writes them as they are.
-        told = Path(session.end_profiling()).read_text(encoding="utf-8", errors="replace")
+        # Names in a file may not be valid UTF-8, and the library copies them.
+        profile_text = Path(session.end_profiling()).read_text(encoding="utf-8", errors="replace")
         try:
-            events = json.loads(told)
+            events = json.loads(profile_text)
         except ValueError as error:
             raise EngineError(f"the profile of ONNX Runtime cannot be read: {error}; build the engine again") from error
         return list(_layers(read_graph(optimized), _by_node(events), runs))
 
 
 def _by_node(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Group the events by node; a node has one for each run."""
-    found = defaultdict(list)
+    """Return the profiled events by node, one per run."""
+    by_node = defaultdict(list)
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-            found[event["name"].removesuffix("_kernel_time")].append(event)
-    return found
+            by_node[event["name"].removesuffix("_kernel_time")].append(event)
+    return by_node
 
 
 def _layers(model: Any, profile: Mapping[str, list[dict[str, Any]]], runs: int) -> Iterator[Layer]:
@@ -175,8 +174,10 @@ def _precision(
 ) -> str:
     if operator.startswith(_INTEGER) or "Integer" in operator:
         return "int8"
-    told = [precision for precision, _ in (*inputs[:1], *outputs[:1])]
-    return next((precision for precision in told if precision != "index"), told[0] if told else "unknown")
+    candidates = [precision for precision, _ in (*inputs[:1], *outputs[:1])]
+    return next(
+        (precision for precision in candidates if precision != "index"), candidates[0] if candidates else "unknown"
+    )
 
 
 def _work(
@@ -199,15 +200,15 @@ def _work(
 
 
 _BIAS = {"MatMulIntegerToFloat": 6, "DynamicQuantizeMatMul": 4}
-"""The products, and which of the inputs of each is the bias."""
+"""Index of the bias input, by operator."""
 _WEIGHT = "KN"
-"""The axes of a weight that a bias [N] fits."""
+"""Axes of a weight with a bias [N]."""
 
 
 def fuse_biases(path: Path) -> int:
-    """Fuse biases into the products of an ONNX file, in place, and return their number.
+    """Fuse biases into the matrix multiplications of an ONNX file, in place, and return their number.
 
-    A bias is a constant of one axis, added by the only node that reads the product.
+    A bias is a constant with one axis, added by the only reader of the result.
     """
     import onnx
 
@@ -222,8 +223,8 @@ def fuse_biases(path: Path) -> int:
         product, bias = _parts(node, products, shapes)
         if product is None:
             continue
-        place = _BIAS[product.op_type]
-        inputs = [*product.input[:place], *[""] * (place - len(product.input)), bias]
+        index = _BIAS[product.op_type]
+        inputs = [*product.input[:index], *[""] * (index - len(product.input)), bias]
         del product.input[:]
         product.input.extend(inputs)
         product.output[0] = node.output[0]
@@ -236,15 +237,15 @@ def fuse_biases(path: Path) -> int:
 
 
 def _parts(node: Any, products: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> tuple[Any, str]:
-    """Return the product and the bias that a node adds; None if it does anything else."""
+    """Return the matrix multiplication and the bias that a node adds; None for any other node."""
     if node.op_type != "Add":
         return None, ""
     for value, other in (node.input, reversed(node.input)):
         product = products.get(value)
-        # An input that is left out may be there without a name.
+        # Omitted inputs may be present without a name.
         if product is None or any(product.input[_BIAS[product.op_type] :]):
             continue
-        # The shape of a product of two activations is unknown here; each weight of a stack has its own columns.
+        # The shape of a MatMul of two activations is unknown here; stacked weights have separate columns.
         weight = shapes.get(product.input[1], ())
         if len(weight) == len(_WEIGHT) and shapes.get(other) == weight[-1:]:
             return product, other
@@ -262,7 +263,7 @@ _DTYPES = {
     "tensor(uint8)": "uint8",
 }
 _ONLY_ERRORS = 3
-# First bytes of a tensor's entry that names another file: its key and the tag of its value in protobuf's encoding.
+# First bytes of an external data entry of a tensor in protobuf's encoding.
 _EXTERNAL_WEIGHTS = b"\n\x08location\x12"
 
 
@@ -280,12 +281,12 @@ class ONNXRuntimeEngine:
         self._session = session
 
     def __call__(self, inputs: Any) -> dict[str, Any]:
-        """Run it once; what it returns belongs to the caller."""
+        """Run the session, and return outputs that belong to the caller."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         try:
             results = self._session.run(list(self.output_names), arrays)
         except Exception as error:
-            # The library's exceptions have no common base of their own.
+            # The library's exceptions have no common base class.
             raise EngineError(f"ONNX Runtime could not run the engine: {error}") from error
         return in_kind(inputs, self.output_names, results)
 
@@ -299,7 +300,7 @@ class ONNXRuntimeBackend:
         self.name = name
 
     def check(self, options: BuildOptions) -> None:
-        """Raise for options that are for a GPU, or if the library is missing."""
+        """Raise for GPU options or a missing library."""
         options.check_for(self)
         import_library("onnxruntime", "onnxruntime")
 
@@ -315,16 +316,16 @@ class ONNXRuntimeBackend:
             try:
                 _session(ort, onnx_path, settings)
             except EngineError as error:
-                # With a full disk the library only reports that serialization failed.
+                # On a full disk, the library only reports that serialization failed.
                 if part.exists() and shutil.disk_usage(part.parent).free < onnx_path.stat().st_size:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
                 raise
             if _EXTERNAL_WEIGHTS in part.read_bytes():
                 raise EngineError(
-                    f"{onnx_path} keeps weights in another file, and an ONNX Runtime engine would go on needing it: "
-                    "save the model as one file, or load the ONNX file itself"
+                    f"{onnx_path} stores weights in another file, which an ONNX Runtime engine would still need: "
+                    "save the model as one file, or load the ONNX file directly"
                 )
-            # It only makes the engine faster, so the engine is built without the package too.
+            # Fusion only makes the engine faster, so the package onnx is optional.
             if find_spec("onnx") is not None:
                 fuse_biases(part)
             sign_onnx(part, cpu_instructions())
@@ -333,7 +334,7 @@ class ONNXRuntimeBackend:
         return saturation_warnings(self.name, onnx_path)
 
     def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> ONNXRuntimeEngine:
-        """Load an engine file or any other ONNX file; ``verify`` compares it with its checksum, if it has one."""
+        """Load an engine file or any other ONNX file; ``verify`` compares its checksum, if present."""
         checked_onnx(path)
         if verify:
             check_signature(path)
@@ -380,13 +381,13 @@ def _session(ort: Any, path: Path, settings: Any) -> Any:
             str(path), settings, providers=["CPUExecutionProvider"], disabled_optimizers=list(SLOW_FUSIONS)
         )
     except Exception as error:
-        # The library's exceptions have no common base of their own.
+        # The library's exceptions have no common base class.
         raise EngineError(f"ONNX Runtime refused {path}: {explain_error(path, str(error))}") from error
 
 
 def _spec(node: Any) -> TensorSpec:
     if node.type not in _DTYPES:
-        raise EngineError(f"input {node.name!r} has type {node.type}; this engine takes {', '.join(_DTYPES)}")
+        raise EngineError(f"input {node.name!r} has type {node.type}; expected one of {', '.join(_DTYPES)}")
     shape = tuple(size if isinstance(size, int) else None for size in node.shape)
     names = tuple(size if isinstance(size, str) else "" for size in node.shape)
     return TensorSpec(node.name, np.dtype(_DTYPES[node.type]), shape, names)

@@ -1,17 +1,12 @@
-"""Engines of TensorRT: build with progress and a timing cache, load, run on a GPU.
+"""Engines of TensorRT and TensorRT-RTX: build with progress and a timing cache, load, run and inspect on a GPU.
 
-Timing cache of TensorRT: kernel times on this GPU, kept in a file from one build to the next.
+Both libraries share one API. TensorRT-RTX builds ahead of time for a named GPU generation on a machine without a GPU;
+TensorRT builds for the GPU of the machine. Networks are strongly typed: types come from the graph.
 
-Untested on a GPU.
+Engines without weights read them from the ONNX file at load time. The engine file stores the name and SHA-256 of that
+file, because TensorRT only checks names and sizes of weights. TensorRT-RTX 1.7 strips no weights without a GPU.
 
-TensorRT and TensorRT-RTX: one builder, two modules that share an API.
-
-TensorRT-RTX builds ahead of time for a named GPU generation on a machine that has no GPU; TensorRT builds for the GPU
-that it finds. Types come from the graph alone (strongly typed networks), so there is no precision to choose here.
-
-Engines without weights are smaller files, which take them from the ONNX file when they are loaded. The engine file
-holds the name and SHA-256 of that ONNX file: TensorRT checks only names and sizes of weights, and with other values an
-engine's results mean nothing. TensorRT-RTX 1.7 strips no weights without a GPU.
+The timing cache of TensorRT is untested on a GPU.
 """
 
 from __future__ import annotations
@@ -66,12 +61,12 @@ class _Phase:
 
 
 class BuildMonitor:
-    """Progress of a builder's phases; written by the builder's thread, read by the waiting one.
+    """Progress of a builder's phases, written by the builder's thread and read by the waiting thread.
 
     Attributes:
-        latest: the share that is done, in [0, 1] and never falling, and the name of the phase that moved last. One
-            tuple, replaced as a whole, so that a reader needs no lock.
-        cancelled: if set, the builder stops at its next step.
+        latest: completed share in [0, 1], never decreasing, and the name of the latest phase. The tuple is replaced as
+            a whole, so readers need no lock.
+        cancelled: stops the builder at its next step if set.
     """
 
     def __init__(self) -> None:
@@ -85,7 +80,7 @@ class BuildMonitor:
         self._update(name)
 
     def step_complete(self, name: str, step: int) -> bool:
-        """Count step ``step`` of a phase, from 0, as done; return False to stop the builder."""
+        """Mark step ``step``, counted from 0, as done; return False to stop the builder."""
         if name in self._phases:
             phase = self._phases[name]
             phase.done = max(phase.done, min(step + 1, phase.steps))
@@ -93,7 +88,7 @@ class BuildMonitor:
         return not self.cancelled
 
     def phase_finish(self, name: str) -> None:
-        """End a phase, whether all of its steps are done or not."""
+        """End a phase, with or without all its steps."""
         if name in self._phases:
             self._phases[name].done = self._phases[name].steps
             self._update(name)
@@ -111,7 +106,7 @@ class BuildMonitor:
 
 
 def trt_monitor(trt: Any, state: BuildMonitor) -> Any:
-    """Return ``state`` as an ``IProgressMonitor`` of the module ``trt``, whose class only exists after its import."""
+    """Return ``state`` as an ``IProgressMonitor`` of the module ``trt``, which is imported on demand."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:
@@ -127,32 +122,31 @@ def trt_monitor(trt: Any, state: BuildMonitor) -> Any:
 
 
 def run_monitored(build: Callable[[], T], state: BuildMonitor, progress: Progress | None) -> T:
-    """Run ``build`` in a thread and wait for it here, reporting the progress of ``state`` to ``progress``.
+    """Run ``build`` in a thread, and report the progress of ``state`` to ``progress`` from this thread.
 
-    A builder that holds this thread in native code would delay Ctrl-C until its end. After an exception here, Ctrl-C or
-    one of ``progress``, the builder is asked to stop and waited for, and the exception is raised again; a second Ctrl-C
-    does not wait.
+    Native code in this thread would delay Ctrl-C. After an exception here, from Ctrl-C or ``progress``, the builder is
+    stopped and the exception is raised again; a second Ctrl-C does not wait.
     """
     results: list[T] = []
     errors: list[BaseException] = []
-    # Not Thread.join: if Ctrl-C interrupts it, the thread is marked as ended while it still runs (CPython 3.11).
+    # If Ctrl-C interrupts Thread.join, CPython 3.11 marks the running thread as ended.
     finished = threading.Event()
 
     def work() -> None:
         try:
             results.append(build())
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
             errors.append(error)
         finally:
             finished.set()
 
     threading.Thread(target=work, name="engine build", daemon=True).start()
     try:
-        told: tuple[float, str] | None = None
+        reported: tuple[float, str] | None = None
         while not finished.wait(_POLL_S):
-            if progress and state.latest != told:
-                told = state.latest
-                progress(*told)
+            if progress and state.latest != reported:
+                reported = state.latest
+                progress(*reported)
     except BaseException:
         state.cancelled = True
         finished.wait()
@@ -163,15 +157,17 @@ def run_monitored(build: Callable[[], T], state: BuildMonitor, progress: Progres
 
 
 def use_cache(config: Any, path: Path) -> None:
-    """Give the cache in ``path`` to a builder's configuration; an empty one if there is no such file."""
+    """Use the timing cache in ``path`` for a build, or an empty one if the file does not exist."""
     cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
-    # With ignore_mismatch a cache of another GPU would be accepted, with wrong times.
+    # ignore_mismatch would accept the times of another GPU.
     if cache is None or not config.set_timing_cache(cache, False):
-        raise EngineError(f"{path} is no timing cache of this TensorRT and this GPU: delete it, or name another file")
+        raise EngineError(
+            f"{path} is not a timing cache of this TensorRT release and GPU: delete it, or use another file"
+        )
 
 
 def save_cache(config: Any, path: Path) -> None:
-    """Write the cache of a configuration after a build, whole or not at all."""
+    """Write the timing cache of a configuration atomically."""
     with whole_file(path) as part:
         part.write_bytes(memoryview(config.get_timing_cache().serialize()))
 
@@ -180,7 +176,7 @@ _HEAD = 24
 
 
 class TensorRTBackend:
-    """Backend for one module of the TensorRT family."""
+    """Backend for TensorRT or TensorRT-RTX."""
 
     device = "cuda"
 
@@ -189,7 +185,7 @@ class TensorRTBackend:
         self._modules = tuple(modules)
 
     def check(self, options: BuildOptions) -> None:
-        """Raise for an unknown GPU generation, a missing library, or a missing GPU where the builder needs one."""
+        """Raise for an unknown GPU generation, a missing library, or a missing GPU that the builder needs."""
         options.check_for(self)
         trt = self._import()
         for name in options.capabilities:
@@ -198,22 +194,22 @@ class TensorRTBackend:
         self._builder(trt, TrtLog())
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> Sequence[str]:
-        """Parse the ONNX file, build for ``options.dynamic`` and ``options.compute_capability``, write the engine."""
+        """Parse the ONNX file, build for the ranges and GPU generations of ``options``, and write the engine."""
         note = weights_note(onnx_path, engine_path) if options.strip_weights else {}
         trt = self._import()
         capabilities = [self._capability(trt, name) for name in options.capabilities]
         self._check_cache(trt, options.timing_cache)
         log = TrtLog()
         builder = self._builder(trt, log)
-        # Strong typing is the only mode of newer releases, which accept the flag and ignore it.
+        # Newer releases only have strong typing, and ignore the flag.
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         config = builder.create_builder_config()
-        # Without it the inspector reports names and no types.
+        # Otherwise the inspector reports names without types.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         if capabilities:
             config.num_compute_capabilities = len(capabilities)
-        for index, found in enumerate(capabilities):
-            config.set_compute_capability(found, index)
+        for index, compute_capability in enumerate(capabilities):
+            config.set_compute_capability(compute_capability, index)
         if options.strip_weights:
             strip_weights(trt, config)
         if options.timing_cache is not None:
@@ -231,7 +227,7 @@ class TensorRTBackend:
                 f"{self.name} could not build {onnx_path}: {log.reason()}{_named(trt, network, log)}"
                 f"{hint_for(log.reason())}{stripping_hint(log.reason()) if options.strip_weights else ''}"
             )
-        # The network refers to weights that the parser owns.
+        # The parser owns the weights of the network.
         del parser
         write_engine(engine_path, memoryview(plan), note)
         if options.timing_cache is not None:
@@ -244,7 +240,8 @@ class TensorRTBackend:
         """Load an engine onto the GPU; ``threads`` is ignored, ``verify`` compares the file's checksum.
 
         Raises:
-            EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
+            EngineError: this machine has no NVIDIA GPU with a driver, or the engine was built for another GPU or
+                release.
         """
         existing_file(path)
         content, note = _read_rtx(path, verify) if self.name == "tensorrt-rtx" else read_engine(path, verify=verify)
@@ -272,7 +269,7 @@ class TensorRTBackend:
         try:
             return trt.Builder(trt_log(trt, log))
         except TypeError as error:
-            # The bindings' error for a null pointer: TensorRT needs a GPU for its builder already.
+            # The bindings raise it for a null pointer: the builder of TensorRT needs a GPU.
             raise EngineError(
                 f"{self.name} cannot build on this machine: {log.reason()}; backend tensorrt-rtx builds without a GPU"
             ) from error
@@ -280,7 +277,7 @@ class TensorRTBackend:
     def _check_cache(self, trt: Any, path: Path | None) -> None:
         if path is not None and hasattr(trt, "ComputeCapability"):
             raise EngineError(
-                f"backend {self.name} measures no kernels when it builds: leave out timing_cache, or use tensorrt"
+                f"backend {self.name} has no timing cache: leave out timing_cache, or use backend tensorrt"
             )
         if path is not None:
             checked_output(path)
@@ -298,28 +295,28 @@ class TensorRTBackend:
 
 
 def _read_rtx(path: Path, verify: bool) -> tuple[bytes, dict[str, Any]]:
-    """Read an engine of TensorRT-RTX and its note; raise before a GPU gets anything else.
+    """Return an engine of TensorRT-RTX and its note, after a check of its header.
 
-    As 1.7 writes it, an engine begins with four letters, twelve bytes and its own size in eight more.
+    In release 1.7, an engine begins with four letters, twelve bytes and its size in eight bytes.
     """
     with path.open("rb") as stream:
         head = stream.read(_HEAD)
     if not head.startswith(RTX_MAGIC):
-        raise EngineError(f"{path} is no engine of tensorrt-rtx: build it again from its ONNX file")
-    size, told = path.stat().st_size, int.from_bytes(head[16:_HEAD], "little")
-    if len(head) < _HEAD or size < told:
-        raise EngineError(f"{path} is cut short: it has {size} bytes of {told}; copy it again, or build it again")
+        raise EngineError(f"{path} is not an engine of tensorrt-rtx: build it again from its ONNX file")
+    size, expected = path.stat().st_size, int.from_bytes(head[16:_HEAD], "little")
+    if len(head) < _HEAD or size < expected:
+        raise EngineError(f"{path} is cut short: it has {size} bytes of {expected}; copy it again, or build it again")
     content, note = read_engine(path, verify=verify)
-    if len(content) != told:
+    if len(content) != expected:
         raise EngineError(
-            f"{path} is cut short: it has {size} bytes of an engine of {told} and the line with its checksum, which is "
-            "not whole; copy it again, or build it again"
+            f"{path} is cut short: it has {size} bytes for an engine of {expected} bytes and its checksum; copy it "
+            "again, or build it again"
         )
     return content, note
 
 
 def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:
-    """Fill ``network`` and return the parser, which owns its weights."""
+    """Parse the ONNX file into ``network`` and return the parser, which owns the weights."""
     parser = trt.OnnxParser(network, trt_log(trt, log))
     if parser.parse_from_file(str(onnx_path)):
         return parser
@@ -327,17 +324,19 @@ def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> A
     for index in range(parser.num_errors):
         error = parser.get_error(index)
         where = f"{named_node(error.node_name(), error.node_operator())}: " if error.node_operator() else ""
-        # For an unknown operator the parser only reports that no plugin of that name was found.
-        told = "neither an operator of it nor a plugin" if "Plugin not found" in error.desc() else error.desc()
-        problems.append(f"  - {where}{told}{hint_for(error.desc())}")
+        # For an unknown operator, the parser only reports a missing plugin.
+        description = (
+            "neither a supported operator nor a plugin" if "Plugin not found" in error.desc() else error.desc()
+        )
+        problems.append(f"  - {where}{description}{hint_for(error.desc())}")
     raise EngineError(f"{name} refused {onnx_path}:\n" + "\n".join(problems or [f"  - {log.reason()}"]))
 
 
 def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, Sequence[int]]) -> None:
-    """Set the range of each dynamic dimension of each input, found by its name in the ONNX file."""
+    """Set the range of each dynamic dimension of the inputs, by its name in the ONNX file."""
     profile = builder.create_optimization_profile()
     missing = []
-    found = False
+    has_ranges = False
     tensors = [network.get_input(index) for index in range(network.num_inputs)]
     dynamic = ranges_with_cache(
         dynamic, [[tensor.get_dimension_name(axis) for axis in range(len(tensor.shape))] for tensor in tensors]
@@ -351,32 +350,32 @@ def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, S
             elif name in dynamic:
                 ranges.append(tuple(dynamic[name]))
             else:
-                missing.append(f"input {tensor.name!r}, axis {axis} ({name or 'no name'})")
+                missing.append(f"input {tensor.name!r}, axis {axis} ({name or 'without a name'})")
         if -1 in tuple(tensor.shape) and len(ranges) == len(tensor.shape):
             profile.set_shape(tensor.name, *zip(*ranges, strict=True))
-            found = True
+            has_ranges = True
     if missing:
         raise EngineError(
-            f"dynamic dimensions without a range: {'; '.join(missing)}; ranges were given for: "
-            f"{', '.join(dynamic) or 'none'}. Give each one [smallest, usual, largest] under its name"
+            f"dynamic dimensions without a range: {'; '.join(missing)}; dimensions with a range: "
+            f"{', '.join(dynamic) or 'none'}. Set [smallest, usual, largest] for each name"
         )
-    if found:
+    if has_ranges:
         config.add_optimization_profile(profile)
 
 
 def _refuse_fp8(name: str, capability: str, onnx_path: Path, nodes: Sequence[str]) -> None:
-    """Raise if FP8 is asked for on a GPU generation that lacks it."""
+    """Raise if the file uses FP8 and the GPU generation lacks it."""
     first = profile(name).fp8_from
     if nodes and first is not None and int(capability.lower().removeprefix("sm")) < first:
         more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
         raise EngineError(
-            f"{name} cannot build {onnx_path} for {capability}, which has no FP8: it came with sm{first}, and the file "
-            f"has it at node {nodes[0]!r}{more}; build for sm{first} or later, or quantize with dtype int8"
+            f"{name} cannot build {onnx_path} for {capability}, which lacks FP8. The file uses FP8 at node "
+            f"{nodes[0]!r}{more}: build for sm{first} or later, or quantize with dtype int8"
         )
 
 
 def _narrow_nodes(trt: Any, network: Any) -> list[str]:
-    """Return the names of the nodes that make FP8 or FP4."""
+    """Return the names of the nodes with FP8 or FP4 outputs."""
     narrow = {getattr(trt, name) for name in ("fp8", "fp4") if hasattr(trt, name)}
     layers = (network.get_layer(index) for index in range(network.num_layers))
     return [
@@ -387,7 +386,7 @@ def _narrow_nodes(trt: Any, network: Any) -> list[str]:
 
 
 def _named(trt: Any, network: Any, log: TrtLog) -> str:
-    """Return those nodes in words, if the builder complained of types that a GPU generation lacks."""
+    """Return these nodes as text if the builder reports types that a GPU generation lacks; else an empty text."""
     names = _narrow_nodes(trt, network) if "datatypes" in log.reason() else []
     return f"; nodes with such types: {', '.join(names)}" if names else ""
 
@@ -396,7 +395,7 @@ backends.add("tensorrt")(TensorRTBackend("tensorrt", ["tensorrt"]))
 backends.add("tensorrt-rtx")(TensorRTBackend("tensorrt-rtx", ["tensorrt_rtx_bindings", "tensorrt_rtx"]))
 
 
-# Longest first: "FP8" is no part of another word, "Float" is.
+# Longest first, because "float" is part of other words.
 _PRECISIONS = (
     ("bfloat16", "bf16"),
     ("bf16", "bf16"),
@@ -437,15 +436,15 @@ _ONNX_LAYER = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 
 
 def layers_from_json(text: str, times_us: Mapping[str, float] | None = None) -> list[Layer]:
-    """Return the layers in ``EngineInspector.get_engine_information``'s result for ``LayerInformationFormat.JSON``."""
+    """Return the layers of ``EngineInspector.get_engine_information`` in JSON format."""
     try:
         entries = json.loads(text)["Layers"]
     except (ValueError, KeyError, TypeError) as error:
-        raise EngineError(f"the engine's inspector gave no list of layers: {error!r}") from error
+        raise EngineError(f"the engine's inspector returned no list of layers: {error!r}") from error
     if not all(isinstance(entry, Mapping) for entry in entries):
         raise EngineError(
-            "the engine tells the names of its layers only: build it with detailed profiling verbosity, "
-            "as this package does"
+            "the engine only reports the names of its layers: build it with detailed profiling verbosity, as this "
+            "package does"
         )
     return list(_layers(entries, times_us or {}))
 
@@ -487,7 +486,7 @@ def _role(entry: Mapping[str, Any]) -> str:
 
 
 def _tensor(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Return precision and shape; some releases write type and layout in one field, some in two."""
+    """Return precision and shape; releases differ in the fields for type and layout."""
     words = f"{entry.get('Format/Datatype', '')} {entry.get('Datatype', '')} {entry.get('Format', '')}".lower()
     precision = next((precision for word, precision in _PRECISIONS if word in words), "unknown")
     return precision, tuple(int(size) for size in entry.get("Dimensions", []))
@@ -508,48 +507,50 @@ def _work(
 
 
 def strip_weights(trt: Any, config: Any) -> None:
-    """Set a builder's configuration to leave the weights out."""
+    """Configure a builder to write an engine without its weights."""
     config.set_flag(trt.BuilderFlag.STRIP_PLAN)
-    # Refitting restores the same weights, so kernels may be chosen for their values, as without stripping.
+    # Refitting restores the same weights, so kernels may be chosen for their values.
     config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)
 
 
 def stripping_hint(reason: str) -> str:
-    """Return a remedy if ``reason`` is a builder's refusal to strip weights; empty for any other reason."""
+    """Return advice if a builder refused to strip weights; else an empty text."""
     if "CUDA_SUCCESS" not in reason:
         return ""
-    return "; without a GPU it strips no weights: leave out strip_weights, or build where there is an NVIDIA GPU"
+    return (
+        "; weights can only be stripped with an NVIDIA GPU: leave out strip_weights, or build on a machine with a GPU"
+    )
 
 
 def weights_note(onnx_path: Path, engine_path: Path) -> dict[str, Any]:
-    """Return an engine file's note on the ONNX file that holds its weights."""
+    """Return the note of an engine file about the ONNX file with its weights."""
     if onnx_path.resolve().parent != engine_path.resolve().parent:
         raise EngineError(
-            f"strip_weights: {engine_path} would look for {onnx_path.name} in its own folder, and it is in "
-            f"{onnx_path.parent}; build it beside its ONNX file"
+            f"strip_weights: {engine_path} must be in the folder of its ONNX file {onnx_path.name}, which is in "
+            f"{onnx_path.parent}"
         )
     return {"weights": {"name": onnx_path.name, "sha256": _sha256(onnx_path)}}
 
 
 def refit(trt: Any, engine: Any, logger: Any, path: Path, note: Mapping[str, Any]) -> None:
-    """Give an engine its weights."""
-    told = note.get("weights")
-    name = told.get("name") if isinstance(told, dict) else None
-    if not isinstance(told, dict) or not isinstance(name, str) or not name or Path(name).name != name:
+    """Load the weights of an engine from its ONNX file."""
+    weights = note.get("weights")
+    name = weights.get("name") if isinstance(weights, dict) else None
+    if not isinstance(weights, dict) or not isinstance(name, str) or not name or Path(name).name != name:
         raise EngineError(
-            f"{path} takes its weights from an ONNX file and does not say from which: it is cut short, or was not "
-            "built by this package; build it again"
+            f"{path} needs the weights of an ONNX file but does not name it: it is cut short, or was not built by this "
+            "package; build it again"
         )
     onnx_path = path.parent / name
     if not onnx_path.is_file():
         raise EngineError(
-            f"{path} was built without its weights, and {onnx_path} is not there: keep that file beside it, or build "
+            f"{path} was built without its weights, and {onnx_path} does not exist: keep that file beside it, or build "
             "the engine without strip_weights"
         )
-    if _sha256(checked_onnx(onnx_path)) != told.get("sha256"):
+    if _sha256(checked_onnx(onnx_path)) != weights.get("sha256"):
         raise EngineError(
-            f"{path} was built without its weights, and {onnx_path} is not the file that it was built from (its "
-            "SHA-256 differs): put that back, or build the engine again"
+            f"{path} was built without its weights, and {onnx_path} is not the ONNX file of its build (the "
+            "SHA-256 differs): restore that file, or build the engine again"
         )
     refitter = trt.Refitter(engine, logger)
     parser = trt.OnnxParserRefitter(refitter, logger)
@@ -558,7 +559,7 @@ def refit(trt: Any, engine: Any, logger: Any, path: Path, note: Mapping[str, Any
         raise EngineError(f"{path} did not take its weights from {onnx_path}: {reasons or 'no reason given'}")
     if not refitter.refit_cuda_engine():
         missing = ", ".join(refitter.get_missing_weights())
-        raise EngineError(f"{path} did not take all weights from {onnx_path}; missing: {missing or 'not told'}")
+        raise EngineError(f"{path} did not take all weights from {onnx_path}; missing: {missing or 'not reported'}")
 
 
 def _sha256(path: Path) -> str:
@@ -566,25 +567,25 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-# Logged after every other message if there is no driver, also when all goes well.
+# Without a driver, this message follows every other, also after success.
 _NOISE = "catchCudaError"
 
 
 class TrtLog:
-    """Log of a library of the TensorRT family, errors and warnings apart; nothing is printed."""
+    """Errors and warnings of a TensorRT library; nothing is printed."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
         self.warnings: list[str] = []
 
     def reason(self) -> str:
-        """Return the errors as one line."""
-        told = [message for message in self.errors if _NOISE not in message] or self.errors
-        return " ".join(dict.fromkeys(told)) or "no reason given"
+        """Return the errors in one line."""
+        messages = [message for message in self.errors if _NOISE not in message] or self.errors
+        return " ".join(dict.fromkeys(messages)) or "no reason given"
 
 
 def trt_log(trt: Any, log: TrtLog) -> Any:
-    """Return ``log`` as an ``ILogger`` of the module ``trt``, whose class only exists after its import."""
+    """Return ``log`` as an ``ILogger`` of the module ``trt``, which is imported on demand."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def log(self, severity: Any, message: str) -> None:
@@ -597,7 +598,7 @@ def trt_log(trt: Any, log: TrtLog) -> Any:
 
 
 def trt_profiler(trt: Any, times_ms: dict[str, list[float]]) -> Any:
-    """Return an ``IProfiler`` of the module ``trt`` that adds the time of each layer to ``times_ms``."""
+    """Return an ``IProfiler`` of the module ``trt`` that appends the time of each layer to ``times_ms``."""
 
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -610,10 +611,10 @@ def trt_profiler(trt: Any, times_ms: dict[str, list[float]]) -> Any:
 
 
 class TensorRTEngine:
-    """Deserialized engine with one execution context on the current GPU. Untested without a GPU.
+    """Deserialized engine with one execution context on the current GPU.
 
-    Calls from several threads take turns: a further context would need the memory of all activations again, and the GPU
-    runs one call after the other anyway.
+    Calls from several threads run one after the other: another context needs the memory of all activations again, and
+    the GPU runs calls sequentially.
     """
 
     device = "cuda"
@@ -626,8 +627,8 @@ class TensorRTEngine:
         self._trt = trt
         if not torch.cuda.is_available():
             raise EngineError(
-                f"cannot run {path}: no NVIDIA GPU with a driver here, or a PyTorch without CUDA. "
-                "The engine was built ahead of time: run it on a machine with an NVIDIA GPU"
+                f"cannot run {path}: this machine has no NVIDIA GPU with a driver, or its PyTorch lacks CUDA. "
+                "Run the engine on a machine with an NVIDIA GPU"
             )
         log = TrtLog()
         self._logger = trt_log(trt, log)
@@ -636,13 +637,13 @@ class TensorRTEngine:
         if self._engine is None:
             raise EngineError(
                 f"{name} cannot load {path}: {log.reason()}; "
-                "an engine belongs to the release and the GPU generation that it was built for"
+                "an engine only runs with the release and the GPU generation of its build"
             )
         if note or self._engine.refittable:
             refit(trt, self._engine, self._logger, path, note)
         self._context = self._engine.create_execution_context()
         self._turn = threading.Lock()
-        # Each thread has a current GPU of its own, which need not be the engine's.
+        # The current GPU of a calling thread may differ from the engine's.
         self._gpu = torch.cuda.current_device()
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         is_input = {tensor: self._engine.get_tensor_mode(tensor) == trt.TensorIOMode.INPUT for tensor in names}
@@ -656,7 +657,7 @@ class TensorRTEngine:
         return TensorSpec(name, self._dtypes[name], shape)
 
     def __call__(self, inputs: Any) -> dict[str, Any]:
-        """Copy the inputs to the GPU, run once, and copy the outputs back; they belong to the caller."""
+        """Copy the inputs to the GPU, run, and return copies of the outputs on the CPU."""
         import torch
 
         arrays = checked_inputs(self.name, self.inputs, inputs)
@@ -667,7 +668,7 @@ class TensorRTEngine:
     def _run(self, arrays: Mapping[str, Array]) -> list[Array]:
         import torch
 
-        # The dictionary keeps the tensors alive until the run is over: the context holds bare addresses.
+        # The context stores bare addresses, so the dictionary keeps the tensors alive during the run.
         tensors = {name: torch.from_numpy(array).cuda() for name, array in arrays.items()}
         for name, tensor in tensors.items():
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
@@ -686,7 +687,7 @@ class TensorRTEngine:
         return [tensors[name].cpu().numpy() for name in self.output_names]
 
     def observed_layers(self, inputs: Mapping[str, Array], runs: int = RUNS) -> list[Layer]:
-        """Return the layers that the inspector reports at the shapes of ``inputs``, with the times of a profiler."""
+        """Return the inspector's layers at the shapes of ``inputs``, with profiled times."""
         for _ in range(WARMUP):
             self(inputs)
         times: dict[str, list[float]] = defaultdict(list)
@@ -696,5 +697,7 @@ class TensorRTEngine:
             self(inputs)
         inspector = self._engine.create_engine_inspector()
         inspector.execution_context = self._context
-        told = inspector.get_engine_information(self._trt.LayerInformationFormat.JSON)
-        return layers_from_json(told, {name: 1000 * statistics.median(taken) for name, taken in times.items()})
+        information = inspector.get_engine_information(self._trt.LayerInformationFormat.JSON)
+        return layers_from_json(
+            information, {name: 1000 * statistics.median(milliseconds) for name, milliseconds in times.items()}
+        )

@@ -217,5 +217,7 @@ def test_values_that_are_no_arrays(name: str, pooling: Path) -> None:
         ([[1, 2, 3], [1, 2]], "list"),
         (torch.ones(2, 3, device="meta"), r"Tensor of torch\.float32"),
     ):
-        with pytest.raises(EngineError, match=rf"input 'ids' is a {what} that is no array \(.*\), expected ids: int64"):
+        with pytest.raises(
+            EngineError, match=rf"input 'ids' is a {what}, which cannot become an array \(.*\); expected ids: int64"
+        ):
             engine({"ids": value, "mask": mask})

@@ -103,7 +103,7 @@ def test_an_engine_on_a_cpu_without_its_instructions(
     build_engine(name, qdq.path, path, BuildOptions())
     assert built_on(path) == (*here, "amx_int8")
     monkeypatch.setattr(backends_file, "cpu_instructions", lambda: ("avx2",))
-    with pytest.warns(UserWarning, match=r"model\.engine was built on a CPU with .*amx_int8, which this one lacks"):
+    with pytest.warns(UserWarning, match=r"model\.engine was built on a CPU with .*amx_int8, which this CPU lacks"):
         load_engine(name, path)
     # A system that tells nothing, and a CPU that has more, are no reason to warn.
     for told in ((), (*here, "amx_int8", "amx_bf16")):
@@ -180,12 +180,12 @@ def _flipped(whole: bytes, place: int) -> bytes:
 @pytest.mark.parametrize(
     ("note", "message"),
     [
-        ({"precision": "float64"}, "does not end with .*note.precision: expected one of float32, bfloat16, got 'float"),
+        ({"precision": "float64"}, "footer is invalid .*note.precision: expected one of float32, bfloat16, got 'float"),
         ({"group": 10**30}, "cannot load here|is not an engine"),
-        ({"group": None}, r"does not end with .*note\.group: expected a whole number"),
-        ({"models": [[[0, 9]]] * 100}, "does not end with .*100 models are told"),
-        ({"models": [[[0, 999]] * 10**5]}, "does not end with .*much larger"),
-        ({"dimensions": {"ids": "batch"}}, r"does not end with .*note\.dimensions"),
+        ({"group": None}, r"footer is invalid .*note\.group: expected a whole number"),
+        ({"models": [[[0, 9]]] * 100}, "footer is invalid .*100 models are listed"),
+        ({"models": [[[0, 999]] * 10**5]}, "footer is invalid .*much larger"),
+        ({"dimensions": {"ids": "batch"}}, r"footer is invalid .*note\.dimensions"),
     ],
     ids=["precision", "group", "no group", "models", "size of a model", "names of dimensions"],
 )

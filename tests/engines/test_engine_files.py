@@ -149,7 +149,7 @@ def test_weights_outside_the_models_folder(name: str, write_qdq: Any, tmp_path: 
     for tensor in model.graph.initializer:
         next(entry for entry in tensor.external_data if entry.key == "location").value = "../w.bin"
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(EngineError, match=r"(?s)refused .*model\.onnx.*; put the file with the weights beside the"):
+    with pytest.raises(EngineError, match=r"(?s)refused .*model\.onnx.*; put the weight file beside the"):
         build_engine(
             name, path, tmp_path / "a.engine", BuildOptions(dynamic={"batch": (1, 2, 3), "sequence": (1, 2, 3)})
         )
@@ -184,6 +184,6 @@ def test_an_engine_does_not_replace_what_it_is_built_from(name: str, qdq: Any, t
     before = qdq.path.read_bytes()
     (tmp_path / "link.engine").symlink_to(qdq.path)
     for path in (qdq.path, tmp_path / "link.engine"):
-        with pytest.raises(EngineError, match="is the file that the engine is built from"):
+        with pytest.raises(EngineError, match="is the ONNX file of this build"):
             build_engine(name, qdq.path, path)
     assert qdq.path.read_bytes() == before

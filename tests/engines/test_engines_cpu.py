@@ -75,8 +75,8 @@ def test_input_that_is_not_contiguous(name: str, qdq: Any) -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({}, r"input 'x' is missing; it takes x: float32\[\?, \?, 64\]"),
-        ({"x": np.zeros((1, 2, 64), np.float32), "ids": np.zeros(1)}, r"it has no input 'ids'; it takes x: float32"),
+        ({}, r"input 'x' is missing; expected x: float32\[\?, \?, 64\]"),
+        ({"x": np.zeros((1, 2, 64), np.float32), "ids": np.zeros(1)}, r"it has no input 'ids'; expected x: float32"),
         ({"x": np.zeros((1, 2, 64))}, r"input 'x' is float64\[1, 2, 64\], expected x: float32\[\?, \?, 64\]"),
         ({"x": np.zeros((1, 2, 65), np.float32)}, r"input 'x' is float32\[1, 2, 65\], expected x: float32"),
         ({"x": np.zeros((2, 64), np.float32)}, r"input 'x' is float32\[2, 64\], expected x: float32"),
@@ -138,7 +138,7 @@ def test_weights_in_another_file(write_qdq: Any, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     build_engine("openvino", path, tmp_path / "ov.engine")
     pytest.importorskip("onnxruntime")
-    with pytest.raises(EngineError, match="keeps weights in another file"):
+    with pytest.raises(EngineError, match="stores weights in another file"):
         build_engine("onnxruntime", path, tmp_path / "ort.engine")
     assert not (tmp_path / "ort.engine").exists()
     (tmp_path / "model.data").unlink()
@@ -177,7 +177,7 @@ def test_one_input_needs_no_name(name: str, qdq: Any) -> None:
 
 def test_one_array_is_not_two_inputs() -> None:
     specs = [TensorSpec(name, np.dtype("int64"), (None,)) for name in ("ids", "mask")]
-    with pytest.raises(EngineError, match=r"it has 2 inputs and was given one ndarray; it takes a mapping of ids: int"):
+    with pytest.raises(EngineError, match=r"it has 2 inputs but got one ndarray; expected a mapping of ids: int"):
         checked_inputs("openvino", specs, np.zeros(3, np.int64))
 
 
@@ -195,7 +195,7 @@ def test_an_engine_of_the_other_library(name: str, qdq: Any, tmp_path: Path) -> 
     pytest.importorskip(other)
     path = build_engine(other, qdq.path, tmp_path / "model.engine").path
     with pytest.raises(
-        EngineError, match=rf"model\.engine is an engine of {other}, not of {name}: load_engine\('{other}'"
+        EngineError, match=rf"model\.engine is an engine of {other}, not of {name}: call load_engine\('{other}'"
     ):
         load_engine(name, path)
 
@@ -207,7 +207,7 @@ def test_an_openvino_engine_of_another_release(qdq: Any, tmp_path: Path) -> None
     content = path.read_bytes()
     assert release in content
     path.write_bytes(content.replace(b"ov=" + release, b"ov=" + b"1" * len(release), 1))
-    with pytest.raises(EngineError, match="An engine belongs to the release and the kind of processor that built it"):
+    with pytest.raises(EngineError, match="An engine only runs with the release and processor type of its build"):
         load_engine("openvino", path, verify=False)
 
 

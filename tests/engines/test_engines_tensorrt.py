@@ -51,7 +51,7 @@ def test_running_needs_a_gpu(qdq_half: Any, tmp_path: Path) -> None:
         pytest.skip("there is a GPU")
     path = tmp_path / "model.engine"
     build_engine("tensorrt-rtx", qdq_half.path, path, BuildOptions(dynamic=DYNAMIC, compute_capability="sm89"))
-    with pytest.raises(EngineError, match=r"built ahead of time: run it on a machine with an NVIDIA GPU"):
+    with pytest.raises(EngineError, match=r"Run the engine on a machine with an NVIDIA GPU"):
         load_engine("tensorrt-rtx", path)
 
 
@@ -84,7 +84,7 @@ def test_unknown_operators_are_all_named(write_qdq: Any, tmp_path: Path) -> None
     with pytest.raises(EngineError, match=r"refused .*model\.onnx") as caught:
         build_engine("tensorrt-rtx", model.path, tmp_path / "model.engine", BuildOptions(dynamic=DYNAMIC))
     assert (
-        "node 'tail/0' (Frobnicate) of module 'tail': neither an operator of it nor a plugin; replace the call"
+        "node 'tail/0' (Frobnicate) of module 'tail': neither a supported operator nor a plugin; replace the call"
         in str(caught.value)
     )
     assert "node 'tail/2' (Grumble)" in str(caught.value)
@@ -96,7 +96,7 @@ def test_fp8_is_refused_where_the_gpu_lacks_it(write_qdq: Any, tmp_path: Path) -
     float8 = pytest.importorskip("ml_dtypes").float8_e4m3fn
     model = write_qdq(dtype=np.float16, storage=float8)
     path = tmp_path / "model.engine"
-    with pytest.raises(EngineError, match=r"for sm80, which has no FP8: it came with sm89, .* node 'layer/quantize'"):
+    with pytest.raises(EngineError, match=r"for sm80, which lacks FP8. .* node 'layer/quantize'"):
         build_engine("tensorrt-rtx", model.path, path, BuildOptions(dynamic=DYNAMIC, compute_capability="sm80"))
     assert list(tmp_path.iterdir()) == []
     build_engine("tensorrt-rtx", model.path, path, BuildOptions(dynamic=DYNAMIC, compute_capability="sm89"))
@@ -106,9 +106,13 @@ def test_fp8_is_refused_where_the_gpu_lacks_it(write_qdq: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("dims", "dynamic", "message"),
     [
-        (("batch", "sequence"), {"batch": (1, 2, 3)}, r"input 'x', axis 1 \(sequence\); ranges were given for: batch"),
-        (("batch", "sequence"), {}, r"axis 0 \(batch\); .*axis 1 \(sequence\); ranges were given for: none"),
-        ((None, 16), {"batch": (1, 2, 3)}, r"axis 0 \(no name\)"),
+        (
+            ("batch", "sequence"),
+            {"batch": (1, 2, 3)},
+            r"input 'x', axis 1 \(sequence\); dimensions with a range: batch",
+        ),
+        (("batch", "sequence"), {}, r"axis 0 \(batch\); .*axis 1 \(sequence\); dimensions with a range: none"),
+        ((None, 16), {"batch": (1, 2, 3)}, r"axis 0 \(without a name\)"),
     ],
     ids=["one", "none", "unnamed"],
 )
@@ -246,7 +250,7 @@ def test_several_compute_capabilities_in_one_engine(qdq_half: Any, tmp_path: Pat
     mixed = BuildOptions(dynamic=DYNAMIC, compute_capability=["sm89", "sm90"])
     with pytest.raises(EngineError, match="unknown compute capability 'sm90'"):
         build_engine("tensorrt-rtx", qdq_half.path, tmp_path / "other.engine", mixed)
-    with pytest.raises(EngineError, match="compute_capability is an empty list: name at least one"):
+    with pytest.raises(EngineError, match="compute_capability is an empty list: give at least one"):
         BuildOptions(compute_capability=[])
 
 
@@ -257,8 +261,8 @@ def test_an_engine_that_is_cut_short_or_foreign(qdq_half: Any, tmp_path: Path) -
     content = path.read_bytes()
     for size in (len(content) - 1, 1000, 20, 4):
         path.write_bytes(content[:size])
-        with pytest.raises(EngineError, match=rf"model\.engine is cut short: it has {size} bytes of .*copy it again"):
+        with pytest.raises(EngineError, match=rf"model\.engine is cut short: it has {size} bytes .*copy it again"):
             load_engine("tensorrt-rtx", path)
     path.write_bytes(b"ptrt" + content)
-    with pytest.raises(EngineError, match=r"model\.engine is no engine of tensorrt-rtx: build it again"):
+    with pytest.raises(EngineError, match=r"model\.engine is not an engine of tensorrt-rtx: build it again"):
         load_engine("tensorrt-rtx", path)

@@ -69,7 +69,7 @@ def test_a_quantized_product(name: str, built: bool, write_qdq: Any, tmp_path: P
     assert sum(part.time_share or 0.0 for part in inspection.shares) == pytest.approx(1.0)
     assert sum(part.layer_share for part in inspection.shares) == pytest.approx(1.0)
     assert inspection.float_outputs == 1
-    assert any("the INT8 product before it writes FP32" in reason for reason in inspection.reasons)
+    assert any("the INT8 layer before it writes FP32" in reason for reason in inspection.reasons)
     assert inspection.low_share() == 1.0
 
 
@@ -79,7 +79,7 @@ def test_a_float_product(name: str, write_float: Any) -> None:
     assert (layer.precision, layer.multiply_adds) == ("fp32", 2 * 8 * 64 * 32)
     assert inspection.low_share() == 0.0
     assert inspection.quantizers == 0
-    assert inspection.reasons == (f"1 product is FP32, on operands that are not quantized: {layer.name}",)
+    assert inspection.reasons == (f"1 MatMul/Conv/Gemm layer is FP32, with non-quantized operands: {layer.name}",)
 
 
 def test_a_convolution(name: str, write_convolution: Any) -> None:
@@ -98,7 +98,7 @@ def test_an_engine_without_the_precision_is_refused(name: str, write_qdq: Any, t
         model, kind = write_qdq(dtype=np.float16), "INT8"
     built = build_engine(name, model.path, tmp_path / "model.engine")
     with pytest.raises(
-        EngineError, match=rf"the {name} engine lacks the precision .* asks for {kind} in 100"
+        EngineError, match=rf"the {name} engine lacks the requested precision: .* requests {kind} for 100"
     ) as caught:
         observe_engine(name, built.path, model.path, sizes=InputSizes(2, 8))
     # OpenVINO names a layer after the last of the nodes that it was made of.
@@ -128,7 +128,7 @@ def test_the_rule_is_one_half_of_what_the_graph_asks_for() -> None:
     half = [product("a"), product("b"), product("c", "fp32", nodes=("c",)), product("d", "fp32", nodes=("d",))]
     check_precision(inspection_from_layers("openvino", half, verified=True, note=""), graph)
     less = [product("a"), *(product(n, "fp32", nodes=(n,)) for n in "bcd")]
-    with pytest.raises(EngineError, match=r"100.0% of the work, the engine does 25.0%") as caught:
+    with pytest.raises(EngineError, match=r"100.0% of the work, the engine computes 25.0%") as caught:
         check_precision(inspection_from_layers("openvino", less, verified=True, note=""), graph)
     assert "\n  - b runs in FP32 (MatMul)\n" in str(caught.value)
     # What was not observed is not judged, and neither is a graph that asks for nothing.
@@ -152,8 +152,8 @@ def test_why_products_write_floats() -> None:
     ]
     inspection = inspection_from_layers("tensorrt", layers, verified=True, note="")
     assert inspection.reasons == (
-        "the residual add in net.layer.3 is FP16: the 2 INT8 products before it write FP16",
-        "the output in head is FP32: the INT8 product before it writes FP32",
+        "the residual add in net.layer.3 is FP16: the 2 INT8 layers before it write FP16",
+        "the output in head is FP32: the INT8 layer before it writes FP32",
     )
     assert inspection.float_outputs == 3
 
@@ -161,7 +161,7 @@ def test_why_products_write_floats() -> None:
 def test_blocks_are_listed_as_ranges() -> None:
     layers = [product(f"net.layer.{n}.fc/MatMul", "fp32") for n in (0, 1, 2, 3, 4)] + [product("x/MatMul")]
     inspection = inspection_from_layers("openvino", layers, verified=True, note="")
-    assert inspection.reasons == ("5 products are FP32, on operands that are not quantized: net.layer.0 to 4",)
+    assert inspection.reasons == ("5 MatMul/Conv/Gemm layers are FP32, with non-quantized operands: net.layer.0 to 4",)
 
 
 def test_attention_apart() -> None:
@@ -202,7 +202,7 @@ def test_multiply_adds() -> None:
 def test_a_graph_says_what_it_asks_for_and_is_not_verified(qdq: Any) -> None:
     inspection = graph_inspection(qdq.path, "no GPU", sizes=InputSizes(2, 8))
     assert not inspection.verified
-    assert inspection.note == "no GPU; what follows is what the ONNX file asks for, at 2 x 8"
+    assert inspection.note == "no GPU; the figures are those that the ONNX file requests, at 2 x 8"
     (layer,) = products(inspection)
     assert (layer.name, layer.precision, layer.multiply_adds) == ("layer/matmul", "int8", 2 * 8 * 64 * 32)
     assert (inspection.quantizers, inspection.low_share()) == (3, 1.0)
@@ -240,7 +240,7 @@ def test_the_backend_of_a_file(name: str, write_qdq: Any, tmp_path: Path) -> Non
 def test_a_file_of_no_backend(tmp_path: Path) -> None:
     path = tmp_path / "model.engine"
     path.write_bytes(b"ptrt and then something")
-    with pytest.raises(EngineError, match=r"model\.engine is neither an ONNX file nor an engine that is known"):
+    with pytest.raises(EngineError, match=r"model\.engine is neither an ONNX file nor a recognized engine"):
         inspect_file(path)
 
 
@@ -255,7 +255,7 @@ def test_an_engine_that_cannot_run_here_is_not_verified(
     path.write_bytes(b"vtrt")
     inspection = inspect_file(path)
     assert (inspection.backend, inspection.verified, inspection.shares) == ("tensorrt-rtx", False, ())
-    assert "none here; nor is there" in inspection.note
+    assert "which this machine lacks, and" in inspection.note
     (tmp_path / "model.onnx").write_bytes(qdq.path.read_bytes())
     inspection = inspect_file(path)
     assert (inspection.backend, inspection.verified, inspection.low_share()) == ("tensorrt-rtx", False, 1.0)
@@ -304,7 +304,7 @@ def test_the_inspectors_json() -> None:
     assert layers[1].multiply_adds == 8 * 128 * 384 * 1536
     assert layers[2].time_us == 12.5
     inspection = inspection_from_layers("tensorrt", layers, verified=True, note="")
-    assert inspection.reasons[0] == ("the attention in net.layer.3 is FP16: the INT8 product before it writes FP16")
+    assert inspection.reasons[0] == ("the attention in net.layer.3 is FP16: the INT8 layer before it writes FP16")
 
 
 def test_what_the_json_does_not_tell_is_unknown() -> None:
@@ -316,9 +316,9 @@ def test_what_the_json_does_not_tell_is_unknown() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"Layers": ["a", "b"]}', "tells the names of its layers only"),
-        ("", "gave no list of layers"),
-        ("[]", "gave no list of layers"),
+        ('{"Layers": ["a", "b"]}', "only reports the names of its layers"),
+        ("", "returned no list of layers"),
+        ("[]", "returned no list of layers"),
     ],
     ids=["names", "empty", "list"],
 )

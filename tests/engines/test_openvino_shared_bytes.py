@@ -96,5 +96,5 @@ def test_many_short_pieces_are_no_long_note() -> None:
 
 @pytest.mark.parametrize("ranges", [[], [()], [((0, 6),)], [((3, 2),)], [((-1, 2),)], [((2, 2),)]], ids=str)
 def test_ranges_outside(ranges: list[tuple[tuple[int, int], ...]]) -> None:
-    with pytest.raises(ValueError, match=r"do not lie in 5 bytes|no model is told"):
+    with pytest.raises(ValueError, match=r"exceed the 5 stored bytes|no model is listed"):
         parts_of(b"12345", ranges)

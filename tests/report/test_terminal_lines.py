@@ -30,7 +30,7 @@ def _record() -> RunRecord:
         Layer(name=f"{LONG}{number}", type="FullyConnected", precision="int8", writes="fp32", time_us=float(number))
         for number in range(12)
     ]
-    reasons = (f"2 products are FP32, on operands that are not quantized: {LONG}, {LONG}",)
+    reasons = (f"2 MatMul/Conv/Gemm layers are FP32, with non-quantized operands: {LONG}, {LONG}",)
     inspection = Inspection(
         backend="openvino",
         verified=True,

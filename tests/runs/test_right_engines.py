@@ -108,7 +108,7 @@ def test_a_model_for_all_sizes_that_is_wrong_gives_way_to_fixed_sizes(tmp_path: 
     for rows in (1, 2, 4):
         x = torch.randn(rows, 16, 8, 8)
         assert _db(model(x).detach(), engine(x)) > 30
-    with pytest.raises(EngineError, match=r"it has no model for x \[3, 16, 8, 8\]; it takes x \[4, 16, 8, 8\] or x"):
+    with pytest.raises(EngineError, match=r"it has no model for x \[3, 16, 8, 8\]; expected x \[4, 16, 8, 8\] or x"):
         engine(torch.randn(3, 16, 8, 8))
     # What was compared are the sizes that it has.
     assert {one.batch for one in made.record.outputs} >= {1, 2, 4}

@@ -109,7 +109,8 @@ def test_the_parent_of_a_folder_that_can_be_loaded_leads_to_it(saved: Path, tmp_
 
 def test_a_file_of_another_backend_is_named(saved: Path) -> None:
     other = "torch" if ONNXRUNTIME.startswith("onnx") else "onnxruntime"
-    with pytest.raises(EngineError, match=rf"model.engine is an engine of onnxruntime.*, not of {other}: load_engine"):
+    message = rf"model.engine is an engine of onnxruntime.*, not of {other}: call load_engine"
+    with pytest.raises(EngineError, match=message):
         load_engine(other, saved / "model.engine")
 
 

@@ -116,7 +116,7 @@ Backend.build = nothing
 with pytest.raises(EngineError, match="backend 'reference': build.* returned None; expected a list of warnings"):
     build_engine("reference", onnx, engine)
 Backend.build = lambda *_: []
-with pytest.raises(EngineError, match="backend 'reference': build.* wrote no file errors.engine"):
+with pytest.raises(EngineError, match="backend 'reference': build.* did not write errors.engine"):
     build_engine("reference", onnx, engine)
 Backend.build = raises
 with pytest.raises(EngineError, match="KeyError: 'boom', in backend 'reference'"):

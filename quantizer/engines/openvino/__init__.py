@@ -1,1 +1,1 @@
-"""Engines of OpenVINO, for CPUs."""
+"""Engines of OpenVINO on the CPU."""

@@ -1,13 +1,11 @@
-"""OpenVINO on the CPU.
+"""Engines of OpenVINO on the CPU.
 
-An engine file is OpenVINO's own export of the compiled model: one file, which loads faster than the ONNX file compiles.
-Like a TensorRT engine it belongs to the release and the kind of processor that made it; OpenVINO checks both when it
-loads one. (Its portable form, IR, is two files.) The export does not state the inference precision for which it was
-compiled, nor the blocks of ranges at run time, and has to be loaded with the same; nor does it keep the names of
-dimensions. The footer of the file holds all of them. Where the usual sizes of the inputs are known, further exports
-follow the first: the same model, each compiled for fixed shapes alone (``compiled_models.py``); what they have in
-common with it is in the file once (``compiled_models.py``). Where OpenVINO computes the model for all sizes wrongly, a
-file holds those for fixed shapes alone, and its footer says so.
+An engine file holds OpenVINO's exports of compiled models, which load faster than an ONNX file compiles. They belong to
+the release and processor type of the build; OpenVINO checks both. The exports do not store inference precision, blocks
+of ranges at run time and names of dimensions, so the footer does.
+
+``compiled_models.py`` explains the models for fixed shapes. If OpenVINO computes the model for all sizes wrongly, the
+file only contains models for fixed shapes.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from quantizer.utils.records import Inspection
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _EMULATED = "this CPU has no BF16 instructions: OpenVINO emulates them, which is slower than float32"
 _REFUSALS = (RuntimeError, TypeError, ValueError)
-"""What the library raises for a damaged model: names may be no Unicode, and types may be none of numpy."""
+"""Errors for a damaged model, such as names that are not UTF-8 and types that numpy lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +58,11 @@ class _Note:
     """Note in an engine file.
 
     Attributes:
-        precision: the inference precision for which it was compiled.
-        group: the blocks of ranges at run time.
-        models: where the bytes of each model lie.
-        fixed_only: whether each model is for fixed shapes; else the first is for all sizes.
-        dimensions: the name of each axis of each input.
+        precision: inference precision of the build.
+        group: block size of ranges at run time.
+        models: byte ranges of each model.
+        fixed_only: whether all models are for fixed shapes; otherwise the first is for all sizes.
+        dimensions: name of each axis of each input.
     """
 
     precision: str
@@ -75,7 +73,7 @@ class _Note:
 
 
 class OpenVINOEngine:
-    """Compiled OpenVINO models, each with a pool of inference requests: one request serves one call at a time."""
+    """Compiled OpenVINO models with pools of inference requests, one request per concurrent call."""
 
     name = "openvino"
     device = "cpu"
@@ -89,26 +87,24 @@ class OpenVINOEngine:
 
     def _prepare(self, models: Models) -> None:
         compiled, *fixed = models.all
-        same = zip(compiled.inputs, *(model.inputs for model in fixed), strict=True)
-        self.inputs = tuple(_spec(ports, models.dimensions) for ports in same)
+        port_groups = zip(compiled.inputs, *(model.inputs for model in fixed), strict=True)
+        self.inputs = tuple(_spec(ports, models.dimensions) for ports in port_groups)
         self.input_names = tuple(spec.name for spec in self.inputs)
         self.output_names = tuple(port_name(port) for port in compiled.outputs)
-        # Each pool starts with a request: a model that cannot run is told when it is loaded.
+        # Each pool starts with a request, so a model that cannot run fails at load time.
         self._requests = None if models.compiled is None else _requests(models.compiled)
         self._fixed = {shapes: _requests(model) for shapes, model in models.fixed.items()}
-        self._held = models.held
+        self._buffers = models.buffers
 
     def __call__(self, inputs: Any) -> dict[str, Any]:
-        """Run it once; what it returns belongs to the caller."""
+        """Run the model for these shapes, and return outputs that belong to the caller."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         requests = self._fixed.get(tuple(array.shape for array in arrays.values()), self._requests)
         if requests is None:
-            raise EngineError(
-                f"{self.name} engine: it has no model for {_words(arrays)}; it takes {self._sizes()} alone"
-            )
+            raise EngineError(f"{self.name} engine: it has no model for {_words(arrays)}; expected {self._sizes()}")
         try:
             request = requests.take()
-            # By position: a port may carry other names beside its own.
+            # Pass inputs by position, because ports may have several names.
             results = request.infer(dict(enumerate(arrays.values())), share_inputs=True)
         except _REFUSALS as error:
             raise EngineError(f"OpenVINO could not run the engine: {reason(error)}") from error
@@ -118,7 +114,9 @@ class OpenVINOEngine:
 
     def _sizes(self) -> str:
         sizes = (zip(self.input_names, shapes, strict=True) for shapes in self._fixed)
-        return " or ".join(", ".join(f"{name} {list(shape)}" for name, shape in one) for one in sizes)
+        return " or ".join(
+            ", ".join(f"{name} {list(shape)}" for name, shape in shape_of_inputs) for shape_of_inputs in sizes
+        )
 
 
 class OpenVINOBackend:
@@ -130,12 +128,12 @@ class OpenVINOBackend:
         self.name = name
 
     def check(self, options: BuildOptions) -> None:
-        """Raise for options that are for a GPU, or if the library is missing."""
+        """Raise for GPU options or a missing library."""
         options.check_for(self)
         import_library("openvino", "openvino")
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> Sequence[str]:
-        """Compile the ONNX file and write the compiled model."""
+        """Compile the ONNX file and write the compiled models."""
         precision = options.inference_precision or "float32"
         ov = import_library("openvino", "openvino")
         if options.progress:
@@ -152,11 +150,11 @@ class OpenVINOBackend:
         return *((_EMULATED,) if emulated else ()), *models.warnings, *saturation_warnings(self.name, onnx_path)
 
     def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> OpenVINOEngine:
-        """Load an engine file in its own inference precision, or compile an ``.onnx`` file for float32.
+        """Load an engine file in its inference precision, or compile an ``.onnx`` file for float32.
 
         Args:
-            path: a file that ``build`` wrote, or one whose name ends in ``.onnx``.
-            threads: threads of the CPU to run on.
+            path: a file of ``build``, or a file with the suffix ``.onnx``.
+            threads: number of CPU threads.
             verify: compare an engine file with the checksum in it.
         """
         return OpenVINOEngine(_loaded(path, threads, verify=verify))
@@ -170,12 +168,12 @@ class OpenVINOBackend:
         runs: int = RUNS,
         trust: bool = False,
     ) -> Inspection:
-        """Run an engine file, or an ``.onnx`` file, with performance counters on."""
+        """Run an engine file or an ``.onnx`` file with performance counters."""
         models = _loaded(path, threads, {"PERF_COUNT": True})
         specs = OpenVINOEngine(models).inputs
         inputs = made_up_inputs(specs, sizes)
         if (model := models.of(list(inputs.values()))) is None:
-            # Its sizes are those of the file, whatever others are usual.
+            # The engine only accepts the sizes in the file.
             shapes, model = next(iter(models.fixed.items()))
             inputs = made_up_inputs([replace(s, shape=shape) for s, shape in zip(specs, shapes, strict=True)], sizes)
         try:
@@ -198,22 +196,22 @@ def _settings(threads: int, precision: str) -> dict[str, object]:
 def _loaded(
     path: Path, threads: int, more: Mapping[str, object] = MappingProxyType({}), *, verify: bool = True
 ) -> Models:
-    """Return the compiled models of an engine file or ``.onnx`` file; ``more``: settings."""
+    """Return the compiled models of an engine file or ``.onnx`` file; ``more`` are additional settings."""
     if path.suffix.lower() == ".onnx":
         checked_onnx(path)
         settings = {**_settings(threads, "float32"), **more}
         return compile_models(import_library("openvino", "openvino"), path, settings)
     existing_file(path)
-    content, told = read_engine(path, verify=verify)
+    content, values = read_engine(path, verify=verify)
     try:
-        note: _Note = decoded(_Note, told, "note")
+        note: _Note = decoded(_Note, values, "note")
         if note.precision not in _PRECISIONS:
             raise ValueError(f"note.precision: expected one of {', '.join(_PRECISIONS)}, got {note.precision!r}")
         parts = parts_of(content, note.models)
     except ValueError as error:
         raise EngineError(
-            f"{path} is not an engine of backend openvino, or is cut short: it does not end with what it was built for "
-            f"({error}); build it again from its ONNX file"
+            f"{path} is not an engine of backend openvino, or is cut short: its footer is invalid ({error}); build it "
+            "again from its ONNX file"
         ) from error
     settings = {**_settings(threads, note.precision), GROUP: note.group, **more}
     models = [_imported(path, part, settings) for part in parts]
@@ -222,28 +220,28 @@ def _loaded(
         variants = {shapes_of(model.inputs): model for model in fixed}
     except _REFUSALS as error:
         raise EngineError(f"{path} is damaged: a model in it has no fixed shapes; build it again") from error
-    return Models(compiled, note.dimensions, variants, held=tuple(parts))
+    return Models(compiled, note.dimensions, variants, buffers=tuple(parts))
 
 
 def _imported(path: Path, blob: Array, settings: Mapping[str, object]) -> Any:
     ov = import_library("openvino", "openvino")
     try:
         with kept_signal_stack():
-            # Bytes would be copied.
+            # A shared tensor avoids a copy of the bytes.
             compiled = ov.Core().import_model(ov.Tensor(blob, shared_memory=True), "CPU", settings)
     except _REFUSALS as error:
         raise EngineError(
             f"{path} is not an engine that OpenVINO {ov.__version__.partition('-')[0]} can load here: "
-            f"{reason(error)} An engine belongs to the release and the kind of processor that built it: "
-            "build it again from its ONNX file"
+            f"{reason(error)} An engine only runs with the release and processor type of its build: build it again "
+            "from its ONNX file"
         ) from error
     return checked_precision(compiled, path, settings)
 
 
 def _capabilities(ov: Any) -> Sequence[str]:
     with kept_signal_stack():
-        found: Sequence[str] = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return found
+        capabilities: Sequence[str] = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return capabilities
 
 
 def _requests(model: Any) -> Pool[Any]:
@@ -255,7 +253,7 @@ def _words(arrays: Mapping[str, Array]) -> str:
 
 
 def _spec(ports: Sequence[Any], dimensions: Dimensions) -> TensorSpec:
-    """Return the input that all models have; ports: theirs, that of the model for all sizes first."""
+    """Return the common input of all models from their ports; the model for all sizes comes first."""
     port, shapes = ports[0], [_sizes(port) for port in ports]
     shape = tuple(size if all(other[axis] == size for other in shapes) else None for axis, size in enumerate(shapes[0]))
     name = port_name(port)

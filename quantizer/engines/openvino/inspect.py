@@ -1,4 +1,4 @@
-"""Layers of an OpenVINO model: its runtime model after a run, with types, shapes and times."""
+"""Layers of an OpenVINO model: the runtime model after a run, with types, shapes and times."""
 
 from __future__ import annotations
 
@@ -30,36 +30,35 @@ _UNIT = 1e6
 
 
 def observed_layers(compiled: Any, inputs: Mapping[str, Array], runs: int = RUNS) -> list[Layer]:
-    """Return the layers of a compiled model, with the counters of its runs."""
+    """Return the layers of a compiled model, with median times of its runs."""
     request = compiled.create_infer_request()
     times = defaultdict(list)
     for run in range(WARMUP + runs):
         request.infer(dict(enumerate(inputs.values())))
         if run >= WARMUP:
-            for counted in request.get_profiling_info():
-                times[counted.node_name].append(counted.real_time.total_seconds() * _UNIT)
+            for counter in request.get_profiling_info():
+                times[counter.node_name].append(counter.real_time.total_seconds() * _UNIT)
     # Shapes are known only after a run.
     operations = [_Operation(node) for node in compiled.get_runtime_model().get_ordered_ops()]
     constant = _constant(operations)
     for operation in operations:
         operation.find_weights(constant)
-    return list(_layers(operations, {name: statistics.median(taken) for name, taken in times.items()}))
+    return list(_layers(operations, {name: statistics.median(seconds) for name, seconds in times.items()}))
 
 
 class _Operation:
     """Operation of a runtime model.
 
     Attributes:
-        name: its name, which is that of one of the ONNX nodes it was made of.
-        type: OpenVINO's name of its kind.
-        nodes: names of the operations it was made of.
+        name: name, taken from one of its ONNX nodes.
+        type: OpenVINO's layer type.
+        nodes: names of the operations that it contains.
         inputs: type and shape of each input.
         outputs: type and shape of each output.
         sources: names of the operations that write its inputs.
-        order: its place in the order of execution.
-        computes: the type in which it computes, as it states; that of its weights for a network in one kernel, which
-            states that of its result.
-        weights: the shapes of the weights in a kernel of several linear layers.
+        order: position in the execution order.
+        computes: type in which it computes; for several linear layers in one kernel the type of their weights.
+        weights: shapes of the weights in a kernel of several linear layers.
     """
 
     def __init__(self, node: Any) -> None:
@@ -75,15 +74,15 @@ class _Operation:
         self.weights: list[tuple[int, ...]] = []
 
     def find_weights(self, constant: Collection[str]) -> None:
-        """Find the weights of a kernel of several linear layers: OpenVINO makes one of small networks."""
+        """Set the weights of a kernel with several linear layers, which OpenVINO creates for small networks."""
         if self.type != "Subgraph" or not self.outputs:
             return
-        # A loaded engine tells the name of the last operation alone: shapes tell what the kernel is.
-        found = [entry for entry, source in zip(self.inputs, self.sources, strict=True) if source in constant]
-        weights = [(_PRECISIONS.get(kind, "index"), sizes) for kind, sizes in found if len(sizes) == 2]
+        # A loaded engine only has the name of the last operation, so shapes identify the kernel.
+        constants = [entry for entry, source in zip(self.inputs, self.sources, strict=True) if source in constant]
+        weights = [(_PRECISIONS.get(kind, "index"), sizes) for kind, sizes in constants if len(sizes) == 2]
         weights = [(kind, sizes) for kind, sizes in weights if min(sizes) > 1]
-        low = bool(weights) and all(kind in LOW_PRECISIONS for kind, _ in weights)
-        if not low and len(weights) < 2:
+        in_low_precision = bool(weights) and all(kind in LOW_PRECISIONS for kind, _ in weights)
+        if not in_low_precision and len(weights) < 2:
             return
         width = self.inputs[0][1][-1] if self.inputs[0][1] else None
         for _, sizes in weights:
@@ -92,11 +91,11 @@ class _Operation:
             width = sizes[0] if sizes[1] == width else sizes[1]
         if self.outputs[0][1][-1:] == (width,):
             self.weights = [sizes for _, sizes in weights]
-            self.computes = "int8" if low else self.computes
+            self.computes = "int8" if in_low_precision else self.computes
 
     @property
     def role(self) -> str:
-        """Role of the operation, one of ``Layer.role``."""
+        """Role of the operation, a value of ``Layer.role``."""
         if self.weights:
             return "product"
         if self.type == "Subgraph" and any(_operator(node) == "MatMul" for node in self.nodes):
@@ -128,7 +127,7 @@ def _tensor(port: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _operator(node: str) -> str:
-    """Return the operator in a name that ends like ``module/MatMul`` or ``module/MatMul_3``."""
+    """Return the operator of a name that ends like ``module/MatMul`` or ``module/MatMul_3``."""
     return node.rpartition("/")[2].partition("_")[0]
 
 
@@ -145,7 +144,7 @@ def _layers(operations: Sequence[_Operation], times: Mapping[str, float]) -> Ite
             continue
         precision, writes = operation.computes, _PRECISIONS.get(operation.outputs[0][0], "index")
         if operation.name not in quantized:
-            # Bytes that no quantizer made are booleans.
+            # Bytes without a quantizer are booleans.
             precision, writes = ("index" if kind == "int8" else kind for kind in (precision, writes))
         yield Layer(
             name=operation.name,
@@ -161,24 +160,28 @@ def _layers(operations: Sequence[_Operation], times: Mapping[str, float]) -> Ite
 
 
 def _constant(operations: Sequence[_Operation]) -> set[str]:
-    """Return the operations on constants only: they run once, when the model is compiled."""
-    found: set[str] = set()
+    """Return the names of operations on constants, which run once during compilation."""
+    names: set[str] = set()
     for operation in operations:
-        if operation.type == "Const" or (operation.sources and found.issuperset(operation.sources)):
-            found.add(operation.name)
-    return found
+        if operation.type == "Const" or (operation.sources and names.issuperset(operation.sources)):
+            names.add(operation.name)
+    return names
 
 
 def _quantized(operations: Sequence[_Operation]) -> set[str]:
-    """Return the operations whose bytes are codes: results of a quantizer or a product, or stored codes."""
-    found: set[str] = set()
-    codes: set[str] = set()
+    """Return the names of operations whose bytes are quantized values, not booleans."""
+    names: set[str] = set()
+    quantized_sources: set[str] = set()
     for operation in operations:
         writes = operation.outputs[0][0] if operation.outputs else ""
-        makes = operation.role in ("quantizer", "product", "attention")
+        computes_integers = operation.role in ("quantizer", "product", "attention")
         stored = operation.type == "Const" and writes in ("i8", "i4", "u4")
-        if makes or stored or (operation.computes == "int8" and codes.intersection(operation.sources)):
-            found.add(operation.name)
+        if (
+            computes_integers
+            or stored
+            or (operation.computes == "int8" and quantized_sources.intersection(operation.sources))
+        ):
+            names.add(operation.name)
             if _PRECISIONS.get(writes) in LOW_PRECISIONS:
-                codes.add(operation.name)
-    return found
+                quantized_sources.add(operation.name)
+    return names

@@ -1,1 +1,1 @@
-"""Engines of PyTorch, for CPUs: oneDNN's integer operators, eager or compiled by Inductor."""
+"""Engines of PyTorch on the CPU: oneDNN's integer operators, eager or compiled by Inductor."""

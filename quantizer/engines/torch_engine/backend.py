@@ -1,9 +1,8 @@
-"""PyTorch on the CPU, with the integer kernels of oneDNN.
+"""Backend of PyTorch on the CPU, with the integer kernels of oneDNN.
 
-An engine file holds a graph of torch's operators, lowered from the ONNX file, and needs nothing but torch. There are
-two roads. The eager one calls operator by operator; its file is built in seconds, and for every CPU. The compiled one
-is a shared library that Inductor builds, which takes a C++ compiler and about a minute, and belongs to the release of
-torch and the kind of processor that built it. Where both can be had they are timed, and the faster one is written.
+An engine file holds a graph of torch operators, lowered from the ONNX file. An eager engine is built in seconds for
+every CPU and runs operator by operator. A compiled engine is a shared library of Inductor: it needs a C++ compiler and
+about a minute, and belongs to the torch release and processor type. If both are possible, the faster one is written.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ class TorchBackend:
         self.name = name
 
     def check(self, options: BuildOptions) -> None:
-        """Raise for options that are for a GPU, a torch without oneDNN, or a compiler that is missing."""
+        """Raise for GPU options, a torch without oneDNN, or a missing compiler."""
         options.check_for(self)
-        # It imports torch, which takes seconds.
+        # This imports torch, which takes seconds.
         from quantizer.engines.torch_engine.engine import checked_library
 
         checked_library(self.name, options.compiled)
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> Sequence[str]:
-        """Lower the ONNX file, compile it where that makes it faster, and write the result."""
+        """Lower the ONNX file, write it eager or compiled, and return warnings."""
         from quantizer.engines.torch_engine.engine import built_file
 
         self.check(options)
@@ -53,13 +52,13 @@ class TorchBackend:
         return *warnings, *saturation_warnings(self.name, onnx_path)
 
     def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> TorchEngine:
-        """Load an engine file, or lower an ``.onnx`` file for the eager road.
+        """Load an engine file, or lower an ``.onnx`` file for eager execution.
 
         Args:
-            path: a file that ``build`` wrote, or one whose name ends in ``.onnx``.
-            threads: threads of the CPU to run on.
+            path: a file of ``build``, or a file with the suffix ``.onnx``.
+            threads: number of CPU threads.
             verify: compare an engine file with the checksum in it.
-            trust: load a compiled engine, which is native code, also where this process has not built it.
+            trust: load a compiled engine, which is native code, even if this process has not built it.
         """
         from quantizer.engines.torch_engine.engine import loaded, read_file
 
@@ -74,7 +73,7 @@ class TorchBackend:
         runs: int = RUNS,
         trust: bool = False,
     ) -> Inspection:
-        """Run an engine file, or an ``.onnx`` file: an eager one operator by operator, a compiled one as a whole."""
+        """Run an engine file or an ``.onnx`` file; an eager engine is timed operator by operator."""
         from quantizer.engines.torch_engine.engine import read_file
         from quantizer.engines.torch_engine.inspect import inspect_graph
 

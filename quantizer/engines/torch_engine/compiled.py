@@ -1,15 +1,7 @@
-"""The number of threads that torch computes on, for the length of a call.
+"""Execution of lowered graphs: eager with prepacked weights, or compiled ahead of time by Inductor, and thread counts.
 
-``torch.set_num_threads`` sets that of the process as well, which a thread that is new to torch takes for its own. If
-calls from several threads set and restored it, threads would keep the number of some engine for ever. So the number of
-this thread alone is set, where torch computes with OpenMP.
-
-The eager road: weights prepacked when the graph is loaded, quantizers in one pass, buffers reused.
-
-The compiled road: Inductor's ahead-of-time compiler, which fuses all that lies between the integer kernels.
-
-The prepacking stays in the graph as an operator on a constant. With freezing, Inductor computes it while it compiles,
-and the kernels' own layout of the weights becomes part of the library that it builds.
+Inductor fuses the operators between integer kernels. Prepacking stays in the graph as an operator on a constant: with
+freezing, Inductor computes it at compile time, so the library contains the packed weights.
 """
 
 from __future__ import annotations
@@ -54,15 +46,19 @@ from quantizer.utils.files import scratch
 
 @contextmanager
 def computing_threads(count: int) -> Iterator[None]:
-    """Let torch compute on ``count`` threads inside the block."""
-    # The first question to torch in a thread also sets the thread's number.
+    """Let torch compute on ``count`` threads inside the block.
+
+    ``torch.set_num_threads`` also sets the default of new threads, so concurrent calls would leave wrong numbers
+    behind. Only the number of this thread is set, if torch uses OpenMP.
+    """
+    # The first call of get_num_threads in a thread also initializes its number.
     before = torch.get_num_threads()
     if before == count:
         yield
         return
     set_openmp, set_mkl = _setters()
     set_openmp(count)
-    # MKL answers with the number that it had.
+    # MKL returns the previous number.
     before_mkl = set_mkl(count)
     try:
         yield
@@ -73,21 +69,21 @@ def computing_threads(count: int) -> Iterator[None]:
 
 @cache
 def _setters() -> tuple[Callable[[int], object], Callable[[int], int]]:
-    """Return what sets the number of the calling thread in OpenMP and in MKL, if torch has MKL."""
-    # A PyDLL keeps the interpreter's lock, whose release would take longer than the call.
+    """Return functions that set the thread count of the calling thread in OpenMP and in MKL."""
+    # PyDLL keeps the GIL; releasing it would take longer than the call.
     library = ctypes.PyDLL(torch._C.__file__)
     try:
         openmp = library.omp_set_num_threads
     except AttributeError:
-        # A torch without OpenMP, or a system whose libraries show no symbols of those that they need.
+        # torch lacks OpenMP, or the system hides symbols of dependencies.
         return torch.set_num_threads, lambda count: count
-    # The name in small letters is that of Fortran, whose argument is an address.
+    # The lower-case name is the Fortran function, whose argument is an address.
     mkl = getattr(library, "MKL_Set_Num_Threads_Local", None)
     return openmp, mkl or (lambda count: count)
 
 
 def prepare_eager(module: OperatorGraph) -> OperatorGraph:
-    """Prepare a lowered graph, in place, to run operator by operator; return it."""
+    """Prepare a lowered graph in place for eager execution, and return it."""
     spend_deprecation_warning()
     for node in list(module.graph.nodes):
         if is_call(node, LINEAR_PREPACK, CONVOLUTION_PREPACK):
@@ -107,40 +103,40 @@ def _prepack(module: OperatorGraph, node: fx.Node) -> None:
     values = [module.get_buffer(str(value.target)) if isinstance(value, fx.Node) else value for value in node.args]
     kernel: Any = node.target
     name = f"{node.name}_held"
-    # Opaque to everything but the kernel, so no buffer that would be saved or moved.
+    # Packed weights are opaque, so they are not a buffer that could be saved or moved.
     setattr(module, name, kernel(*values))
     with module.graph.inserting_before(node), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of fx, that the attribute is no parameter and no buffer
-        held = module.graph.get_attr(name)
-    node.replace_all_uses_with(held)
+        warnings.simplefilter("ignore")  # fx warns that the attribute is not a parameter or buffer
+        packed = module.graph.get_attr(name)
+    node.replace_all_uses_with(packed)
     module.graph.erase_node(node)
 
 
 def _owned(value: Any) -> bool:
-    """Return whether a value is the output of a kernel that nothing else reads, so that it may be overwritten."""
+    """Return whether a value may be overwritten: the output of a kernel with a single reader."""
     return is_call(value, LINEAR, aten.gelu.default) and only_reader(value) is not None
 
 
 _SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
 
-_MOST_LOADED = 8
+_MAX_LOADED = 8
 _LOADED: OrderedDict[bytes, Any] = OrderedDict()
 _LOADING = threading.Lock()
-"""Packages that were loaded last, by their SHA-256. The C library never unmaps one, so each is loaded once."""
+"""Recently loaded packages by SHA-256; the C library never unmaps them, so each is loaded once."""
 
-# Each has a folder of its own until it goes.
+# Each package owns a folder until it is dropped.
 atexit.register(_LOADED.clear)
 
 
 def missing_compiler() -> str | None:
-    """Return why nothing can be compiled here; None if a C++ compiler is found."""
+    """Return why compilation is impossible; None if a C++ compiler exists."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        return "no C++ compiler is found (g++ or clang++ in PATH, or the one that CXX names)"
+        return "no C++ compiler found (g++ or clang++ in PATH, or the compiler in CXX)"
     return None
 
 
@@ -149,7 +145,7 @@ def compile_graph(
     specs: Sequence[TensorSpec],
     sizes: InputSizes,
 ) -> bytes:
-    """Return the package of a lowered graph: an archive with a shared library that holds the weights."""
+    """Return the compiled package of a lowered graph: an archive with a shared library that contains the weights."""
     dynamic = torch.export.Dim.DYNAMIC
     axes = tuple({axis: dynamic for axis, size in enumerate(spec.shape) if size is None} for spec in specs)
     arrays = made_up_inputs(specs, sizes)
@@ -163,13 +159,13 @@ def compile_graph(
     ):
         path = folder / "compiled.pt2"
         try:
-            # Inductor warns of its own deprecated calls.
+            # Inductor warns about its own deprecated calls.
             warnings.simplefilter("ignore")
-            # Its names are those of the import, which an ONNX file does not choose.
+            # The names come from the import, not from the ONNX file.
             program = torch.export.export(fx.GraphModule(module, module.graph), inputs, dynamic_shapes=axes)
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_SETTINGS)
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            # What the compiler stumbles over comes as any of these.
+            # Compiler failures raise any of these.
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise EngineError(f"Inductor could not compile the graph: {lines[0]}") from error
         package = path.read_bytes()
@@ -178,18 +174,17 @@ def compile_graph(
 
 
 class CompiledGraph:
-    """Package that ``compile_graph`` returned, ready to run. Nothing in it is unpickled."""
+    """Loaded package of ``compile_graph``; loading unpickles nothing."""
 
     def __init__(self, package: bytes) -> None:
         digest = hashlib.sha256(package).digest()
         with _LOADING:
             self._runner = _LOADED.pop(digest, None) or _loaded(package)
             _LOADED[digest] = self._runner
-            while len(_LOADED) > _MOST_LOADED:
+            while len(_LOADED) > _MAX_LOADED:
                 _LOADED.popitem(last=False)
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
-        """Run it once."""
         return self._runner.run(list(inputs))
 
 
@@ -198,7 +193,7 @@ def _loaded(package: bytes) -> Any:
         path = folder / "compiled.pt2"
         path.write_bytes(package)
         try:
-            # torch's own loading function unpickles what it finds beside the library; the runner does not.
+            # torch's loading function unpickles other files of the package; the runner does not.
             return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
@@ -206,7 +201,7 @@ def _loaded(package: bytes) -> Any:
 
 
 def kernel_calls(package: bytes, *names: str) -> int:
-    """Return how often the library's source, which a package holds, calls kernels of oneDNN of these names."""
+    """Return the number of calls of these oneDNN kernels in the source of a package's library."""
     with zipfile.ZipFile(io.BytesIO(package)) as archive:
         sources = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".wrapper.cpp")]
     pattern = rf"\baoti_torch_cpu__(?:{'|'.join(names)})(?:_binary)?(?:_tensor)?\("

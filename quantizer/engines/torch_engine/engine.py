@@ -1,4 +1,4 @@
-"""A lowered graph as an engine: built on one of two roads, loaded, run on arrays."""
+"""Engines of lowered torch graphs: build eager or compiled, load, and run on arrays."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from quantizer.utils.paths import existing_file
 _ROUNDS = 7
 _PREPARING = threading.Lock()
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What torch raises for operators and arguments that do not fit together."""
+"""Errors of torch for invalid operators and arguments."""
 
 
 class TorchEngine:
-    """Graph that is ready to run on the CPU."""
+    """Lowered graph on the CPU."""
 
     name = "torch"
     device = "cpu"
@@ -67,45 +67,45 @@ class TorchEngine:
         self._constants = {tensor.untyped_storage().data_ptr() for tensor in constants}
 
     def __call__(self, inputs: Any) -> dict[str, Any]:
-        """Run it once; what it returns belongs to the caller."""
+        """Run the graph, and return outputs that belong to the caller."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         tensors = [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays.values()]
         try:
             with torch.inference_mode(), computing_threads(self._threads):
-                made = self._run(*tensors)
-            results = self._arrays(made, tensors)
+                outputs = self._run(*tensors)
+            results = self._arrays(outputs, tensors)
         except _REFUSALS as error:
             raise EngineError(f"torch could not run the engine: {error}") from error
         return in_kind(inputs, self.output_names, results)
 
-    def _arrays(self, made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Array]:
-        """Return outputs as arrays, each with memory of its own."""
-        if len(made) != len(self.output_names) or not all(isinstance(tensor, torch.Tensor) for tensor in made):
-            raise EngineError(f"the engine did not make {len(self.output_names)} tensors: build it again")
-        taken = self._constants | {tensor.untyped_storage().data_ptr() for tensor in given}
+    def _arrays(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Array]:
+        """Return outputs as arrays that share no memory with inputs, constants or each other."""
+        if len(outputs) != len(self.output_names) or not all(isinstance(tensor, torch.Tensor) for tensor in outputs):
+            raise EngineError(f"the engine did not return {len(self.output_names)} tensors: build it again")
+        used_memory = self._constants | {tensor.untyped_storage().data_ptr() for tensor in inputs}
         results = []
-        for tensor in made:
-            place = tensor.untyped_storage().data_ptr()
-            results.append(tensor.clone().numpy() if place in taken else tensor.numpy())
-            taken.add(place)
+        for tensor in outputs:
+            address = tensor.untyped_storage().data_ptr()
+            results.append(tensor.clone().numpy() if address in used_memory else tensor.numpy())
+            used_memory.add(address)
         return results
 
 
 def checked_library(backend: str, compiled: bool | None) -> None:
-    """Raise where torch lacks oneDNN, or nothing can be compiled and ``compiled`` asks for it."""
+    """Raise if torch lacks oneDNN, or if compilation is requested but impossible."""
     if not torch._C._has_mkldnn:
         raise EngineError(
             f"torch {torch.__version__} was built without oneDNN, whose integer kernels backend {backend} needs: "
-            "install one of PyTorch's own packages, or take another backend"
+            "install an official PyTorch package, or use another backend"
         )
-    if compiled and (why := missing_compiler()) is not None:
-        raise EngineError(f"compiled: {why}; install one, or leave it out for the eager road")
+    if compiled and (reason := missing_compiler()) is not None:
+        raise EngineError(f"compiled: {reason}; install a compiler, or leave out compiled for an eager engine")
 
 
 def built_file(
     path: Path, compiled: bool | None, report: Progress, usual: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[GraphFile, tuple[str, ...]]:
-    """Return what an engine file of an ONNX file holds, and warnings."""
+    """Return the contents of an engine file for an ONNX file, and warnings."""
     report(0.0, "lower")
     imported = import_onnx(path)
     sizes = _lowered(imported, path, usual)
@@ -118,11 +118,11 @@ def _lowered(imported: Imported, path: Path, usual: Mapping[str, int] = MappingP
     try:
         return lower(imported, usual)
     except EngineError as error:
-        raise EngineError(f"the torch engine cannot take {path}: {error}") from error
+        raise EngineError(f"backend torch cannot run {path}: {error}") from error
 
 
 def read_file(path: Path, *, verify: bool = True, trust: bool = False) -> GraphFile:
-    """Return the graph of an engine file, or of an ``.onnx`` file, lowered."""
+    """Return the lowered graph of an engine file or an ``.onnx`` file."""
     if path.suffix.lower() == ".onnx":
         imported = import_onnx(path)
         _lowered(imported, path)
@@ -131,9 +131,7 @@ def read_file(path: Path, *, verify: bool = True, trust: bool = False) -> GraphF
     try:
         file = unpack(content)
     except EngineError as error:
-        raise EngineError(
-            f"{path} is not an engine of backend torch, or is damaged: {error}; build it again"
-        ) from error
+        raise EngineError(f"{path} is not an engine of backend torch or is damaged: {error}; build it again") from error
     if file.compiled is not None:
         check_trust(path, file.compiled, trust=trust)
     return file
@@ -143,7 +141,7 @@ def loaded(file: GraphFile, threads: int) -> TorchEngine:
     """Return the engine of a file's graph."""
     if file.compiled is None:
         try:
-            # Preparing silences warnings, whose filters are those of the process: one thread at a time.
+            # Preparation changes the warning filters of the process, so it needs a lock.
             with _PREPARING:
                 module = prepare_eager(deepcopy(file.module))
         except _REFUSALS as error:
@@ -151,27 +149,27 @@ def loaded(file: GraphFile, threads: int) -> TorchEngine:
         return TorchEngine(program(module), file.inputs, file.outputs, threads, list(module.buffers()))
     if file.torch_version != str(torch.__version__):
         raise EngineError(
-            f"the engine was compiled by torch {file.torch_version}, and this is torch {torch.__version__}: "
+            f"the engine was compiled by torch {file.torch_version}, but this is torch {torch.__version__}: "
             "build it again from its ONNX file"
         )
     return TorchEngine(CompiledGraph(file.compiled), file.inputs, file.outputs, threads)
 
 
-def _faster(eager: GraphFile, sizes: InputSizes, wanted: bool | None) -> tuple[GraphFile, tuple[str, ...]]:
-    """Return the file of the road that is wanted, or of the faster one, and why there was no choice."""
-    if wanted is False:
+def _faster(eager: GraphFile, sizes: InputSizes, compile_requested: bool | None) -> tuple[GraphFile, tuple[str, ...]]:
+    """Return the requested or the faster engine, and a warning if compilation was impossible."""
+    if compile_requested is False:
         return eager, ()
-    why = missing_compiler()
-    if why is not None:
-        return eager, (f"the engine is eager: {why}; compiled it would be faster",)
+    reason = missing_compiler()
+    if reason is not None:
+        return eager, (f"the engine is eager, because {reason}; a compiled engine would be faster",)
     try:
         package = compile_graph(eager.module, eager.inputs, sizes)
     except EngineError as error:
-        if wanted:
+        if compile_requested:
             raise
-        return eager, (f"the engine is eager: {error}",)
+        return eager, (f"the engine is eager, because compilation failed: {error}",)
     compiled = GraphFile(eager.module, eager.inputs, eager.outputs, package, eager.torch_version)
-    if wanted:
+    if compile_requested:
         return compiled, ()
     engines = {"eager": loaded(eager, 1), "compiled": loaded(compiled, 1)}
     inputs = working_inputs(engines["eager"], sizes)

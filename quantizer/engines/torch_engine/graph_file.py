@@ -1,21 +1,13 @@
-"""The file of an engine: a graph of torch's operators with its constants, and the program that runs it.
-
-A file names its operators by text. A name that is not listed here is refused before anything is looked up. No source
-code is made of a file.
-
-``torch.fx.GraphModule`` writes names and arguments of its nodes into Python text, which it executes. A graph that was
-read from a file may hold any text there, so it is run node by node.
-
-A lowered graph as JSON and safetensors, in one zip archive: nothing in it is code that reading would run.
+"""File of a torch engine: a lowered graph as JSON and safetensors in a zip archive, and its interpreter.
 
     engine.json          inputs, outputs, nodes; type and shape of every constant
-    weights.safetensors  the constants, for the eager road
-    compiled.pt2         what Inductor compiled, in place of the constants: native code (``compiled.py``)
+    weights.safetensors  constants of an eager engine
+    compiled.pt2         Inductor's package instead of the constants: native code (``compiled.py``)
 
-The archive is not compressed: codes and floats of a model gain little, and reading would take longer.
+The archive is not compressed: quantized values and floats gain little, and reading would take longer.
 
-A file may be damaged or malicious. Operators, types and keywords are looked up in lists of ours, every other name is
-replaced by one of ours, and no source code is made of any of it.
+A file may be malicious. Operators, types and keywords are looked up in fixed lists, and other names are replaced. No
+source code is generated: ``torch.fx.GraphModule`` executes text of the graph, so nodes are interpreted instead.
 """
 
 from __future__ import annotations
@@ -77,39 +69,39 @@ _ONEDNN = """
     qlinear_prepack.default
 """
 _PLAIN = {f"operator.{name}": getattr(operator, name) for name in ("add", "eq", "floordiv", "getitem", "mul", "sub")}
-"""Of sizes, and of results that are several."""
+"""Operators on sizes and on tuples of results."""
 
 
 def _overloads(namespace: str, names: str) -> dict[str, Any]:
-    found = {}
+    overloads = {}
     for name in names.split():
         packet, _, overload = name.partition(".")
-        found[f"{namespace}.{name}"] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    return found
+        overloads[f"{namespace}.{name}"] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return overloads
 
 
 _ALLOWED = _PLAIN | _overloads("aten", _ATEN) | _overloads("quantized_decomposed", _QUANTIZED)
-# A torch without oneDNN has no such operators, and no engine of this backend.
+# torch without oneDNN lacks these operators and this backend.
 _ALLOWED |= _overloads("onednn", _ONEDNN) if torch._C._has_mkldnn else {}
 _NAMES = {target: name for name, target in _ALLOWED.items()}
 
 
 def allowed_operator(name: str) -> Any:
-    """Return the operator of a name."""
+    """Return the operator of a name; raise for a name outside the list."""
     if name not in _ALLOWED:
-        raise ValueError(f"operator {name[:200]!r} is not one of those that the engine has")
+        raise ValueError(f"operator {name[:200]!r} is not allowed in an engine")
     return _ALLOWED[name]
 
 
 def operator_name(target: Any) -> str:
-    """Return the name under which a file holds an operator."""
+    """Return the name of an operator in a file."""
     if target not in _NAMES:
-        raise ValueError(f"operator {target} is not one of those that an engine file may hold")
+        raise ValueError(f"operator {target} is not allowed in an engine file")
     return _NAMES[target]
 
 
 def program(module: OperatorGraph) -> Callable[..., tuple[Any, ...]]:
-    """Return a function of the graph's inputs by position, which may run in several threads at once.
+    """Return a thread-safe function of the graph's inputs by position.
 
     It drops each value after its last use.
     """
@@ -130,17 +122,17 @@ def program(module: OperatorGraph) -> Callable[..., tuple[Any, ...]]:
         keywords = _holes(node.kwargs.items(), places)
         steps.append((node.target, list(node.args), dict(node.kwargs), positional, keywords, places[node], dropped))
 
-    def run(*given: Any) -> tuple[Any, ...]:
+    def run(*arguments: Any) -> tuple[Any, ...]:
         values = start.copy()
-        for place, value in zip(inputs, given, strict=True):
+        for place, value in zip(inputs, arguments, strict=True):
             values[place] = value
         for target, args, kwargs, positional, keywords, place, dropped in steps:
-            own = args.copy()
-            for at, source in positional:
-                own[at] = values[source] if type(source) is int else source(values)
+            call_args = args.copy()
+            for position, source in positional:
+                call_args[position] = values[source] if type(source) is int else source(values)
             if keywords:
-                kwargs = {**kwargs, **{at: source(values) for at, source in keywords}}
-            values[place] = target(*own, **kwargs)
+                kwargs = {**kwargs, **{position: source(values) for position, source in keywords}}
+            values[place] = target(*call_args, **kwargs)
             for source in dropped:
                 values[source] = None
         return tuple(values[place] for place in outputs)
@@ -149,14 +141,14 @@ def program(module: OperatorGraph) -> Callable[..., tuple[Any, ...]]:
 
 
 def _holes(arguments: Any, places: Mapping[fx.Node, int]) -> list[tuple[Any, Any]]:
-    """Return the arguments that hold values of nodes: position or name, and the value's place or a function of all."""
-    found: list[tuple[Any, Any]] = []
-    for at, value in arguments:
-        if isinstance(value, fx.Node) and isinstance(at, int):
-            found.append((at, places[value]))
+    """Return the arguments with node values: position or name, and the value's index or a function of all values."""
+    holes: list[tuple[Any, Any]] = []
+    for position, value in arguments:
+        if isinstance(value, fx.Node) and isinstance(position, int):
+            holes.append((position, places[value]))
         elif _reads_nodes(value):
-            found.append((at, _resolver(value, places)))
-    return found
+            holes.append((position, _resolver(value, places)))
+    return holes
 
 
 def _reads_nodes(value: Any) -> bool:
@@ -166,7 +158,7 @@ def _reads_nodes(value: Any) -> bool:
 
 
 def _resolver(value: Any, places: Mapping[fx.Node, int]) -> Callable[[list[Any]], Any]:
-    """Return a function that puts the values of nodes into an argument."""
+    """Return a function that replaces nodes in an argument by their values."""
     if isinstance(value, fx.Node):
         place = places[value]
         return lambda values: values[place]
@@ -187,10 +179,10 @@ _TYPES: dict[str, torch.dtype] = {
     )
 }
 _INPUT_TYPES = frozenset(_TYPES) - {"bfloat16"}
-_DEEPEST = 3
-"""Lists in lists among the arguments; no operator takes more."""
+_MAX_NESTING = 3
+"""Maximum nesting of lists in arguments."""
 _REFUSED_ARGUMENTS = ("Device", "Layout", "Generator", "Storage", "Stream", "MemoryFormat")
-"""Types of arguments that an engine never gives to an operator."""
+"""Types of arguments that an engine never passes to an operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +190,11 @@ class GraphFile:
     """Contents of an engine file.
 
     Attributes:
-        module: the graph. Of a compiled engine its constants are on the device ``meta``: shapes without data.
-        inputs: in order.
-        outputs: their names, in order.
-        compiled: the package of the compiled road; None: the eager road.
-        torch_version: of the torch that wrote the file.
+        module: the graph; constants of a compiled engine are on the device ``meta``, without data.
+        inputs: inputs in order.
+        outputs: names of the outputs, in order.
+        compiled: package of a compiled engine; None for an eager engine.
+        torch_version: torch version that wrote the file.
     """
 
     module: OperatorGraph
@@ -248,7 +240,7 @@ class _Description:
 
 
 def _pack(file: GraphFile) -> bytes:
-    constants = dict(_apart((str(name), tensor.contiguous()) for name, tensor in file.module.named_buffers()))
+    constants = dict(_with_own_memory((str(name), tensor.contiguous()) for name, tensor in file.module.named_buffers()))
     description = {
         "format": _FORMAT,
         "torch": file.torch_version,
@@ -257,8 +249,8 @@ def _pack(file: GraphFile) -> bytes:
             for spec in file.inputs
         ],
         "outputs": file.outputs,
-        "constants": {name: [_type_name(held.dtype), list(held.shape)] for name, held in constants.items()},
-        "nodes": [_written(node) for node in file.module.graph.nodes],
+        "constants": {name: [_type_name(array.dtype), list(array.shape)] for name, array in constants.items()},
+        "nodes": [_node_entry(node) for node in file.module.graph.nodes],
     }
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
@@ -270,36 +262,36 @@ def _pack(file: GraphFile) -> bytes:
     return stream.getvalue()
 
 
-def _apart(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors of which no two share memory, as safetensors asks: a weight may be read by several products."""
-    seen: set[int] = set()
+def _with_own_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors that do not share memory, as safetensors requires."""
+    used: set[int] = set()
     for name, tensor in tensors:
-        place = tensor.untyped_storage().data_ptr()
-        yield name, tensor.clone() if place in seen else tensor
-        seen.add(place)
+        address = tensor.untyped_storage().data_ptr()
+        yield name, tensor.clone() if address in used else tensor
+        used.add(address)
 
 
 def unpack(content: bytes) -> GraphFile:
-    """Return what ``GraphFile.packed`` put in."""
+    """Return the contents of an archive of ``GraphFile.packed``."""
     try:
         parts = _parts(content)
         plain = json_values(parts[DESCRIPTION])
         if isinstance(plain, dict) and plain.get("format") != _FORMAT:
-            raise EngineError(f"it has the format {plain.get('format')!r}, and this release reads {_FORMAT}")
-        told: _Description = decoded(_Description, plain, "engine")
+            raise EngineError(f"it has the format {plain.get('format')!r}, but this release reads format {_FORMAT}")
+        description: _Description = decoded(_Description, plain, "engine")
         compiled = parts.get(COMPILED)
         if compiled is None:
             constants: Mapping[str, torch.Tensor] = load_tensors(parts[WEIGHTS])
         else:
-            constants = {name: _empty(*held) for name, held in told.constants.items()}
-        inputs = tuple(_spec(given, f"engine.inputs[{place}]") for place, given in enumerate(told.inputs))
-        for what, names in (("inputs", [spec.name for spec in inputs]), ("outputs", told.outputs)):
+            constants = {name: _empty(*shape_and_type) for name, shape_and_type in description.constants.items()}
+        inputs = tuple(_spec(entry, f"engine.inputs[{place}]") for place, entry in enumerate(description.inputs))
+        for kind, names in (("inputs", [spec.name for spec in inputs]), ("outputs", description.outputs)):
             if len(set(names)) != len(names):
-                raise ValueError(f"engine.{what}: two have one name")
-        module = _read_graph(told, constants)
-        return GraphFile(module, inputs, told.outputs, compiled, told.torch)
+                raise ValueError(f"engine.{kind}: names must be unique")
+        module = _read_graph(description, constants)
+        return GraphFile(module, inputs, description.outputs, compiled, description.torch)
     except (LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
-        raise EngineError(f"it does not hold a graph of this package ({type(error).__name__}: {error})") from error
+        raise EngineError(f"it does not contain a graph of this package ({type(error).__name__}: {error})") from error
 
 
 def _parts(content: bytes) -> dict[str, bytes]:
@@ -318,15 +310,15 @@ def _parts(content: bytes) -> dict[str, bytes]:
     return parts
 
 
-def _spec(given: _Input, place: str) -> TensorSpec:
-    if given.dtype not in _INPUT_TYPES:
-        raise ValueError(f"{place}.dtype: expected a type of numbers, got {given.dtype[:100]!r}")
-    if any(size is not None and size < 0 for size in given.shape) or len(given.dimensions) not in (0, len(given.shape)):
-        raise ValueError(f"{place}: expected sizes of 0 or more, and a name for each or for none")
-    return TensorSpec(given.name, np.dtype(given.dtype), given.shape, given.dimensions)
+def _spec(entry: _Input, place: str) -> TensorSpec:
+    if entry.dtype not in _INPUT_TYPES:
+        raise ValueError(f"{place}.dtype: expected a numeric type, got {entry.dtype[:100]!r}")
+    if any(size is not None and size < 0 for size in entry.shape) or len(entry.dimensions) not in (0, len(entry.shape)):
+        raise ValueError(f"{place}: expected sizes of 0 or more, and a name for each axis or no names")
+    return TensorSpec(entry.name, np.dtype(entry.dtype), entry.shape, entry.dimensions)
 
 
-def _written(node: fx.Node) -> dict[str, Any]:
+def _node_entry(node: fx.Node) -> dict[str, Any]:
     return {
         "op": node.op,
         "name": node.name,
@@ -351,8 +343,8 @@ def _encoded(value: Any) -> Any:
 
 def _decoded(value: Any, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
     if isinstance(value, list):
-        if depth > _DEEPEST:
-            raise ValueError(f"an argument has lists more than {_DEEPEST} deep")
+        if depth > _MAX_NESTING:
+            raise ValueError(f"an argument has more than {_MAX_NESTING} nested lists")
         return [_decoded(item, nodes, depth + 1) for item in value]
     if not isinstance(value, dict):
         return decoded(bool | int | float | str | None, value, "argument")
@@ -361,19 +353,19 @@ def _decoded(value: Any, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
             return nodes[name]
         case {"dtype": str(name), **rest} if not rest:
             return _type(name)
-    raise ValueError("an argument is neither a number, a text, a type, a node nor a list of these")
+    raise ValueError("an argument is not a number, text, type, node or list of these")
 
 
-def _read_graph(told: _Description, constants: Mapping[str, torch.Tensor]) -> OperatorGraph:
-    """Return the graph with names of ours."""
+def _read_graph(description: _Description, constants: Mapping[str, torch.Tensor]) -> OperatorGraph:
+    """Return the graph with generated names."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
-    buffers = {name: f"c{place}" for place, name in enumerate(constants)}
+    buffers = {name: f"c{index}" for index, name in enumerate(constants)}
     inputs = 0
-    for place, entry in enumerate(told.nodes):
-        where = f"engine.nodes[{place}]"
-        if entry.name in nodes or (entry.op == "output") != (place == len(told.nodes) - 1):
-            raise ValueError(f"{where}: expected names that differ, and one output, at the end")
+    for index, entry in enumerate(description.nodes):
+        where = f"engine.nodes[{index}]"
+        if entry.name in nodes or (entry.op == "output") != (index == len(description.nodes) - 1):
+            raise ValueError(f"{where}: expected unique names, and one output at the end")
         args = [_decoded(value, nodes) for value in entry.args]
         kwargs = _keywords(entry.kwargs, nodes, where)
         if entry.op == "call_function":
@@ -381,60 +373,64 @@ def _read_graph(told: _Description, constants: Mapping[str, torch.Tensor]) -> Op
             _check_call(target, args, kwargs, where)
             node = graph.call_function(target, tuple(args), kwargs)
         elif entry.op == "placeholder":
-            if inputs != place:
+            if inputs != index:
                 raise ValueError(f"{where}: expected the inputs before all other nodes")
             node, inputs = graph.placeholder(f"input_{inputs}"), inputs + 1
         elif entry.op == "get_attr":
             node = graph.get_attr(buffers[entry.target])
         else:
-            node = graph.output(_outputs(args, told, where))
+            node = graph.output(_outputs(args, description, where))
         node.meta["onnx"] = entry.onnx
         nodes[entry.name] = node
-    if not told.nodes or inputs != len(told.inputs):
-        raise ValueError(f"engine.nodes: expected {len(told.inputs)} inputs, got {inputs}")
+    if not description.nodes or inputs != len(description.inputs):
+        raise ValueError(f"engine.nodes: expected {len(description.inputs)} inputs, got {inputs}")
     graph.lint()
     return OperatorGraph(graph, {buffers[name]: tensor for name, tensor in constants.items()})
 
 
-def _keywords(held: Mapping[str, Any], nodes: Mapping[str, fx.Node], where: str) -> dict[str, Any]:
-    items = held.get("items")
-    if set(held) != {"items"} or not isinstance(items, dict):
+def _keywords(entry: Mapping[str, Any], nodes: Mapping[str, fx.Node], where: str) -> dict[str, Any]:
+    items = entry.get("items")
+    if set(entry) != {"items"} or not isinstance(items, dict):
         raise ValueError(f"{where}.kwargs: expected an object with the field items")
     return {name: _decoded(value, nodes) for name, value in items.items()}
 
 
-def _outputs(args: Sequence[Any], told: _Description, where: str) -> tuple[fx.Node, ...]:
-    made = args[0] if len(args) == 1 else None
+def _outputs(args: Sequence[Any], description: _Description, where: str) -> tuple[fx.Node, ...]:
+    outputs = args[0] if len(args) == 1 else None
     if (
-        not isinstance(made, list)
-        or len(made) != len(told.outputs)
-        or not all(isinstance(one, fx.Node) for one in made)
+        not isinstance(outputs, list)
+        or len(outputs) != len(description.outputs)
+        or not all(isinstance(item, fx.Node) for item in outputs)
     ):
-        raise ValueError(f"{where}.args: expected a list of {len(told.outputs)} nodes")
-    return tuple(made)
+        raise ValueError(f"{where}.args: expected a list of {len(description.outputs)} nodes")
+    return tuple(outputs)
 
 
 def _check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
-    """Raise for arguments that an operator lacks, for text where it takes none, and for devices and the like."""
+    """Raise for unknown arguments, for text where none is expected, and for devices and similar arguments."""
     if not isinstance(target, torch._ops.OpOverload):
         nodes = sum(isinstance(value, fx.Node) for value in args)
         if len(args) != 2 or kwargs or not nodes or not all(isinstance(value, fx.Node | int) for value in args):
-            raise ValueError(f"{where}.args: expected two nodes, or a node and a whole number")
+            raise ValueError(f"{where}.args: expected two nodes, or a node and an integer")
         return
     arguments = target._schema.arguments
     named = {argument.name: argument for argument in arguments}
     if len(args) > len(arguments) or not set(kwargs) <= set(named):
-        raise ValueError(f"{where}: it has arguments that {target} lacks")
-    missing = [one.name for one in arguments[len(args) :] if not one.has_default_value() and one.name not in kwargs]
+        raise ValueError(f"{where}: unexpected arguments for {target}")
+    missing = [
+        parameter.name
+        for parameter in arguments[len(args) :]
+        if not parameter.has_default_value() and parameter.name not in kwargs
+    ]
     if missing:
-        raise ValueError(f"{where}: {target} needs {', '.join(missing)}")
-    given = [*zip(arguments, args, strict=False), *((named[name], value) for name, value in kwargs.items())]
-    for argument, value in given:
+        raise ValueError(f"{where}: {target} lacks the arguments {', '.join(missing)}")
+    passed = [*zip(arguments, args, strict=False), *((named[name], value) for name, value in kwargs.items())]
+    for argument, value in passed:
         kind = str(argument.real_type)
         if _holds_text(value) and "str" not in kind:
-            raise ValueError(f"{where}: the argument {argument.name} of {target} takes no text")
+            raise ValueError(f"{where}: the argument {argument.name} of {target} must not be text")
         if value is not None and any(word in kind for word in _REFUSED_ARGUMENTS):
-            raise ValueError(f"{where}: an engine gives no {argument.name} to {target}")
+            raise ValueError(f"{where}: the argument {argument.name} of {target} is not allowed")
 
 
 def _holds_text(value: Any) -> bool:
@@ -447,7 +443,7 @@ def _type_name(dtype: torch.dtype) -> str:
 
 def _type(name: str) -> torch.dtype:
     if name not in _TYPES:
-        raise ValueError(f"{name[:100]!r} is no type of a tensor that the engine has")
+        raise ValueError(f"{name[:100]!r} is not a supported tensor type")
     return _TYPES[name]
 
 

@@ -1,4 +1,4 @@
-"""Layers of a lowered graph, with shapes from the graph and times from a run."""
+"""Layers of a lowered torch graph, with shapes from the graph and times from a run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _PRECISIONS = {
 
 
 def inspect_graph(name: str, file: GraphFile, sizes: InputSizes, threads: int, runs: int) -> Inspection:
-    """Run a graph with made-up inputs and return its layers."""
+    """Return the inspection of a graph that runs on generated inputs."""
     inputs = working_inputs(loaded(file, threads), sizes)
     tensors = [torch.from_numpy(inputs[spec.name]) for spec in file.inputs]
     values = node_values(file.module, file.inputs, sizes)
@@ -76,13 +76,13 @@ def inspect_graph(name: str, file: GraphFile, sizes: InputSizes, threads: int, r
             layers = _layers(file.module, values, _times(file.module, tensors, runs))
             return inspection_from_layers(name, layers, verified=True, note=run_note(shape, threads, runs))
         CompiledGraph(file.compiled)(*tensors)
-    asked = sum(is_call(node, *_INTEGER) for node in file.module.graph.nodes)
+    expected = sum(is_call(node, *_INTEGER) for node in file.module.graph.nodes)
     called = kernel_calls(file.compiled, "qlinear_pointwise", "qconv_pointwise", "qconv2d_pointwise")
     note = (
-        f"compiled, and run at {shape}: its library calls {called} of {asked} integer kernels; what "
-        "lies between them is fused into kernels of its own, so that no layer has a time"
+        f"compiled, and run at {shape}: its library calls {called} of {expected} integer kernels; the operators "
+        "between them are fused, so layers have no times"
     )
-    return inspection_from_layers(name, _layers(file.module, values, {}), verified=called == asked, note=note)
+    return inspection_from_layers(name, _layers(file.module, values, {}), verified=called == expected, note=note)
 
 
 def _layers(module: OperatorGraph, values: dict[fx.Node, torch.Tensor], times: dict[str, float]) -> list[Layer]:
@@ -105,12 +105,12 @@ def _layers(module: OperatorGraph, values: dict[fx.Node, torch.Tensor], times: d
 
 
 def _is_layer(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> bool:
-    """Return whether a node computes at run time: no constant, and no prepacking of one."""
+    """Return whether a node computes at run time, unlike constants and their prepacking."""
     return node.op == "call_function" and node in values and not is_call(node, *_PACKS)
 
 
 def _names(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
-    """Return a name for each node: that of its ONNX node, if no other node has it."""
+    """Return a unique name for each node: the name of its ONNX node, or its own."""
     counts = Counter(node.meta.get("onnx") for node in nodes)
     return {
         node: str(node.meta["onnx"]) if node.meta.get("onnx") and counts[node.meta["onnx"]] == 1 else node.name
@@ -125,26 +125,28 @@ def _word(dtype: torch.dtype) -> str:
 def _precision(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> str:
     if is_call(node, *_INTEGER):
         return "int8"
-    read = [values[source].dtype for source in node.all_input_nodes if source in values]
-    return _word(next((dtype for dtype in read if dtype.is_floating_point), values[node].dtype))
+    dtypes = [values[source].dtype for source in node.all_input_nodes if source in values]
+    return _word(next((dtype for dtype in dtypes if dtype.is_floating_point), values[node].dtype))
 
 
 def _work(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> int | None:
-    # By its place: a product may read one tensor twice.
+    # Use argument positions, because an operation may read one tensor twice.
     shapes = [_shape(read, values) for read in node.args[:3] if isinstance(read, fx.Node) and read in values]
-    made = values[node].shape
+    output = values[node].shape
     if is_call(node, LINEAR, LINEAR_ADD):
-        return made.numel() * shapes[0][-1]
+        return output.numel() * shapes[0][-1]
     if is_call(node, aten.matmul.default):
-        return matmul_work(shapes[0], made)
+        return matmul_work(shapes[0], output)
     if is_call(node, CONVOLUTION):
-        return convolution_work(_shape(node.args[3], values), made[1], made)
+        return convolution_work(_shape(node.args[3], values), output[1], output)
     if is_call(node, aten.convolution.default):
         transposed = bool(node.args[6])
-        return convolution_work(shapes[1], shapes[0][1] if transposed else made[1], shapes[0] if transposed else made)
+        return convolution_work(
+            shapes[1], shapes[0][1] if transposed else output[1], shapes[0] if transposed else output
+        )
     if is_call(node, aten.scaled_dot_product_attention.default):
         query, key, value = shapes
-        return attention_work(query, key, value, made)
+        return attention_work(query, key, value, output)
     return None
 
 
@@ -156,7 +158,7 @@ class _Timer(fx.Interpreter):
     """Interpreter that times each node.
 
     Attributes:
-        seconds: of every run, by the node's name.
+        seconds: times of all runs, by node name.
     """
 
     def __init__(self, module: OperatorGraph) -> None:
@@ -165,9 +167,9 @@ class _Timer(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         started = time.perf_counter()
-        made = super().run_node(n)
+        result = super().run_node(n)
         self.seconds.setdefault(n.name, []).append(time.perf_counter() - started)
-        return made
+        return result
 
 
 def _times(module: OperatorGraph, inputs: Sequence[torch.Tensor], runs: int) -> dict[str, float]:

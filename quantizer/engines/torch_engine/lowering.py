@@ -1,15 +1,11 @@
-"""Lowering of a Q/DQ graph of torch's operators to oneDNN's integer kernels.
+"""Lowering of a Q/DQ graph of torch operators to oneDNN's integer kernels.
 
-``lower`` runs all passes in their order. Integer kernels first take the place of products between Q and DQ; what
-follows a product is then moved into its kernel: the residual add, the activation and the quantizer.
+``lower`` runs all passes in order: integer kernels replace operations between Q and DQ, and then absorb the residual
+add, the activation and the quantizer behind them.
 
-Legend: a [.., K] codes of the activation with scale s and zero point z; w [K, N] codes of the weight with one scale t_n
-a column; b [N] the bias.
-
-    DQ(a) @ DQ(w) + b = s (a - z) @ w t + b
-
-The kernel accumulates in 32 bits and subtracts z by the sums of the columns of w. It applies what was fused to its
-accumulators, in the order add, activation, quantizer.
+With a [.., K] the quantized activation, its scale s and zero point z, w [K, N] the quantized weight with one scale t_n
+per column, and b [N] the bias: DQ(a) @ DQ(w) + b = s (a - z) @ w t + b. The kernel accumulates in 32 bits, subtracts z
+with the column sums of w, and applies the fused operators to its accumulators.
 """
 
 from __future__ import annotations
@@ -45,12 +41,12 @@ CONVOLUTION_PREPACK = torch.ops.onednn.qconv_prepack.default
 
 
 def is_call(value: Any, *targets: Any) -> TypeGuard[fx.Node]:
-    """Return whether a value is a call of one of the operators."""
+    """Return whether a value calls one of these operators."""
     return isinstance(value, fx.Node) and value.op == "call_function" and value.target in targets
 
 
 def only_reader(node: fx.Node) -> fx.Node | None:
-    """Return the one node that reads a value, once; None if it has more readers or none."""
+    """Return the single node that reads a value once; None for any other value."""
     readers = list(node.users)
     if len(readers) != 1:
         return None
@@ -60,47 +56,47 @@ def only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def constant(module: OperatorGraph, value: Any) -> torch.Tensor | None:
-    """Return the tensor of a constant; None for anything that is computed."""
+    """Return the tensor of a constant; None for a computed value."""
     if not isinstance(value, fx.Node) or value.op != "get_attr":
         return None
-    found: torch.Tensor = module.get_buffer(str(value.target))
-    return found
+    tensor: torch.Tensor = module.get_buffer(str(value.target))
+    return tensor
 
 
 def number(module: OperatorGraph, value: Any) -> float | None:
-    """Return the number of a constant of one element, or of a plain number; None for anything else."""
+    """Return a plain number, or the number of a constant with one element; None for any other value."""
     if isinstance(value, int | float):
         return float(value)
-    held = constant(module, value)
-    return float(held) if held is not None and held.numel() == 1 else None
+    tensor = constant(module, value)
+    return float(tensor) if tensor is not None and tensor.numel() == 1 else None
 
 
 def new_constant(module: OperatorGraph, name: str, tensor: torch.Tensor) -> fx.Node:
-    """Add a constant at the insertion point and return the node that reads it; one that is held already is shared."""
-    known = {id(held): plain for plain, held in module.named_buffers()}
-    plain = known.get(id(tensor), f"c{len(known)}_{name}")
-    module.register_buffer(plain, tensor)
-    return module.graph.get_attr(plain)
+    """Add a constant at the insertion point and return the node that reads it; equal tensors are shared."""
+    names = {id(buffer): identifier for identifier, buffer in module.named_buffers()}
+    identifier = names.get(id(tensor), f"c{len(names)}_{name}")
+    module.register_buffer(identifier, tensor)
+    return module.graph.get_attr(identifier)
 
 
 def quantized_weight(
     module: OperatorGraph, value: Any, axis: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return INT8 codes of ``rank`` axes and one scale for each index along ``axis``; None for anything else.
+    """Return INT8 values with ``rank`` axes and one scale per index along ``axis``; None for any other value.
 
-    One scale for the whole tensor is repeated. The integer kernels take no zero points of weights.
+    A scale of the whole tensor is repeated. Integer kernels do not support zero points of weights.
     """
     if not is_call(value, dequantize, dequantize_vector):
         return None
-    codes = constant(module, value.args[0])
-    if codes is None or codes.dim() != rank or codes.dtype != torch.int8:
+    integers = constant(module, value.args[0])
+    if integers is None or integers.dim() != rank or integers.dtype != torch.int8:
         return None
     if value.target is dequantize:
-        return (codes, torch.full((codes.shape[axis],), _float(value.args[1]))) if value.args[2] == 0 else None
+        return (integers, torch.full((integers.shape[axis],), _float(value.args[1]))) if value.args[2] == 0 else None
     scales, points = constant(module, value.args[1]), constant(module, value.args[2])
     if scales is None or points is None or bool(points.any()) or value.args[3] not in (axis, axis - rank):
         return None
-    return codes, scales.float()
+    return integers, scales.float()
 
 
 def _float(value: Any) -> float:
@@ -115,7 +111,7 @@ def replace(old: fx.Node, new: fx.Node) -> None:
 
 
 _SIZES = ((8, 128), (8, 64), (4, 32), (2, 16), (2, 8), (2, 4), (2, 2))
-"""Batch and sequence, the largest first: a table of positions may be shorter. None is 1, which would broadcast."""
+"""Batch and sequence sizes to try, largest first, because position tables may be short; 1 would broadcast."""
 
 
 def runnable_sizes(
@@ -127,10 +123,10 @@ def runnable_sizes(
         try:
             node_shapes(module, specs, sizes)
         except EngineError as error:
-            refused = error
+            last_error = error
         else:
             return sizes
-    raise refused
+    raise last_error
 
 
 def node_shapes(
@@ -138,8 +134,8 @@ def node_shapes(
     specs: Sequence[TensorSpec],
     sizes: InputSizes,
 ) -> dict[fx.Node, tuple[int, ...]]:
-    """Return the shape of every tensor; arguments and errors as ``node_values``."""
-    return {node: tuple(held.shape) for node, held in node_values(module, specs, sizes).items()}
+    """Return the shape of every tensor; arguments and errors as in ``node_values``."""
+    return {node: tuple(tensor.shape) for node, tensor in node_values(module, specs, sizes).items()}
 
 
 def node_values(
@@ -147,7 +143,7 @@ def node_values(
     specs: Sequence[TensorSpec],
     sizes: InputSizes,
 ) -> dict[fx.Node, torch.Tensor]:
-    """Return for each node that makes a tensor one of its shape and type, without data."""
+    """Return a tensor without data for each node with a tensor result, with its shape and type."""
     arrays = made_up_inputs(specs, sizes)
     with FakeTensorMode(), prepacking_without_data():
         inputs = [torch.empty(arrays[spec.name].shape, dtype=_dtype(arrays[spec.name])) for spec in specs]
@@ -161,31 +157,31 @@ def node_values(
 
 
 def _dtype(array: Any) -> torch.dtype:
-    found: torch.dtype = torch.from_numpy(array).dtype
-    return found
+    dtype: torch.dtype = torch.from_numpy(array).dtype
+    return dtype
 
 
 class _Recorder(fx.Interpreter):
-    """Interpreter that keeps every tensor."""
+    """Interpreter that records every tensor."""
 
     def __init__(self, module: OperatorGraph) -> None:
         super().__init__(module)
         self.values: dict[fx.Node, torch.Tensor] = {}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        held = super().get_attr(target, args, kwargs)
-        return torch.empty(held.shape, dtype=held.dtype)
+        tensor = super().get_attr(target, args, kwargs)
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def run_node(self, n: fx.Node) -> Any:
-        made = super().run_node(n)
-        if isinstance(made, torch.Tensor):
-            self.values[n] = made
-        return made
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor):
+            self.values[n] = result
+        return result
 
 
 @contextmanager
 def prepacking_without_data() -> Iterator[None]:
-    """Let oneDNN's prepacking run on tensors without data inside the block; torch has no rule for it."""
+    """Let oneDNN's prepacking run on fake tensors inside the block; torch has no rule for it."""
     make: Any = torch.library.Library
     library = make("onednn", "FRAGMENT")
     rules: dict[Any, Any] = {LINEAR_PREPACK: _packed_linear, CONVOLUTION_PREPACK: _packed_convolution}
@@ -206,26 +202,26 @@ def _packed_convolution(weight: torch.Tensor, *_window: Any, x_shape: Any = None
 
 
 def lower_linears(module: OperatorGraph) -> int:
-    """Replace every linear with two dequantized operands; return how many there were."""
-    found = 0
+    """Replace linear layers with two dequantized operands; return their number."""
+    count = 0
     packed: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
         if is_call(node, aten.matmul.default) and is_call(node.args[0], dequantize):
             weight = quantized_weight(module, node.args[1], axis=1, rank=2)
             if weight is not None:
                 _lower_linear(module, node, *weight, packed)
-                found += 1
-    return found
+                count += 1
+    return count
 
 
 def _lower_linear(
     module: OperatorGraph,
     product: fx.Node,
-    codes: torch.Tensor,
+    integers: torch.Tensor,
     scales: torch.Tensor,
     packed: dict[fx.Node, fx.Node],
 ) -> None:
-    """Lower one product."""
+    """Lower one linear layer."""
     reader, bias = only_reader(product), None
     last = product
     if is_call(reader, aten.add.Tensor):
@@ -240,8 +236,8 @@ def _lower_linear(
     assert isinstance(weight, fx.Node)
     with module.graph.inserting_before(last):
         if weight not in packed:
-            # The kernel's own layout is made of [N, K].
-            stored = new_constant(module, "weight", codes.t().contiguous())
+            # Prepacking expects [N, K].
+            stored = new_constant(module, "weight", integers.t().contiguous())
             packed[weight] = module.graph.call_function(LINEAR_PREPACK, (stored, None))
         arguments: tuple[Any, ...] = (
             activation.args[0],
@@ -258,63 +254,63 @@ def _lower_linear(
             [],
             "",
         )
-        made = module.graph.call_function(LINEAR, arguments)
-        made.meta["onnx"] = product.meta.get("onnx", "")
-    replace(last, made)
+        kernel = module.graph.call_function(LINEAR, arguments)
+        kernel.meta["onnx"] = product.meta.get("onnx", "")
+    replace(last, kernel)
 
 
 def lower_convolutions(module: OperatorGraph) -> int:
-    """Replace every convolution with two dequantized operands; return how many there were."""
-    _pad_codes(module)
-    found = 0
+    """Replace convolutions with two dequantized operands; return their number."""
+    _move_padding(module)
+    count = 0
     for node in list(module.graph.nodes):
         if is_call(node, aten.convolution.default) and is_call(node.args[0], dequantize) and not node.args[6]:
             stride: Any = node.args[3]
             weight = quantized_weight(module, node.args[1], axis=0, rank=2 + len(stride))
             if weight is not None and len(stride) < 3:
                 _lower_convolution(module, node, *weight)
-                found += 1
-    return found
+                count += 1
+    return count
 
 
-def _pad_codes(module: OperatorGraph) -> None:
-    """Pad codes with the zero point in place of their values with 0, where a convolution reads the padded values.
+def _move_padding(module: OperatorGraph) -> None:
+    """Move padding of a convolution input before its DQ, with the zero point as value.
 
-    The kernels pad both ends alike, so a convolution that is padded unevenly has its padding before it.
+    The kernels pad both ends equally, so a convolution with uneven padding has a separate padding.
     """
     for node in list(module.graph.nodes):
         if not is_call(node, aten.constant_pad_nd.default) or not is_call(node.args[0], dequantize):
             continue
         if not any(is_call(reader, aten.convolution.default) for reader in node.users) or node.args[2] != 0:
             continue
-        codes, scale, zero, *rest = node.args[0].args
+        integers, scale, zero, *limits = node.args[0].args
         with module.graph.inserting_before(node):
-            padded = module.graph.call_function(aten.constant_pad_nd.default, (codes, node.args[1], zero))
-            made = module.graph.call_function(dequantize, (padded, scale, zero, *rest))
+            padded = module.graph.call_function(aten.constant_pad_nd.default, (integers, node.args[1], zero))
+            dequantized = module.graph.call_function(dequantize, (padded, scale, zero, *limits))
         padded.meta["onnx"] = node.meta.get("onnx", "")
-        replace(node, made)
+        replace(node, dequantized)
 
 
-def _lower_convolution(module: OperatorGraph, node: fx.Node, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def _lower_convolution(module: OperatorGraph, node: fx.Node, integers: torch.Tensor, scales: torch.Tensor) -> None:
     activation, bias = node.args[0], constant(module, node.args[2])
     assert isinstance(activation, fx.Node)
     source, scale, zero = activation.args[:3]
     window = (*node.args[3:6], node.args[8])
     with module.graph.inserting_before(node):
-        stored = new_constant(module, "weight", codes)
+        stored = new_constant(module, "weight", integers)
         steps = new_constant(module, "scales", scales)
         packed = module.graph.call_function(CONVOLUTION_PREPACK, (stored, steps, scale, zero, *window, None))
         points = new_constant(module, "zero_points", torch.zeros(len(scales), dtype=torch.int64))
         added = None if bias is None else new_constant(module, "bias", bias.float())
-        made = module.graph.call_function(
+        kernel = module.graph.call_function(
             CONVOLUTION,
             (source, scale, zero, packed, steps, points, added, *window, 1.0, 0, torch.float32, "none", [], ""),
         )
-    replace(node, made)
+    replace(node, kernel)
 
 
 def merge_linears(module: OperatorGraph) -> int:
-    """Merge the linears that read the same codes and write floats with nothing fused; return how many were merged."""
+    """Merge linear layers that read the same quantized values and write plain floats; return their number."""
     groups: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
     for node in module.graph.nodes:
         if is_call(node, LINEAR) and node.args[9] is torch.float32 and node.args[10] == "none":
@@ -332,7 +328,7 @@ def _merge(module: OperatorGraph, members: list[fx.Node]) -> int:
         packed = module.graph.call_function(LINEAR_PREPACK, (stored, None))
         bias = None if biases[0] is None else new_constant(module, "bias", torch.cat(biases))
         zeros = torch.zeros(sum(widths), dtype=torch.int64)
-        made = module.graph.call_function(
+        merged = module.graph.call_function(
             LINEAR,
             (
                 *first.args[:3],
@@ -343,10 +339,10 @@ def _merge(module: OperatorGraph, members: list[fx.Node]) -> int:
                 *first.args[7:],
             ),
         )
-        made.meta["onnx"] = ", ".join(node.meta.get("onnx", "") for node in members)
+        merged.meta["onnx"] = ", ".join(node.meta.get("onnx", "") for node in members)
         start = 0
         for node, width in zip(members, widths, strict=True):
-            part = module.graph.call_function(aten.slice.Tensor, (made, -1, start, start + width))
+            part = module.graph.call_function(aten.slice.Tensor, (merged, -1, start, start + width))
             part.meta["onnx"] = node.meta.get("onnx", "")
             node.replace_all_uses_with(part)
             start += width
@@ -365,12 +361,12 @@ def _constants(module: OperatorGraph, node: fx.Node) -> tuple[torch.Tensor, torc
 
 
 _OUTPUT: dict[Any, int] = {LINEAR: 7, CONVOLUTION: 11, LINEAR_ADD: 8}
-"""Place of the output's scale among the arguments; zero point and type follow."""
+"""Index of the output scale among the arguments; zero point and type follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """An activation as the kernels name it."""
+    """Activation in the notation of the kernels."""
 
     name: str
     scalars: tuple[float, ...] = ()
@@ -378,8 +374,8 @@ class _Activation:
 
 
 def fuse_activations(module: OperatorGraph) -> int:
-    """Fuse the activation that alone reads an integer product; return how many were."""
-    found = 0
+    """Fuse activations with a single integer kernel before them; return their number."""
+    count = 0
     for node in list(module.graph.nodes):
         reader = only_reader(node) if is_call(node, LINEAR, CONVOLUTION) and _is_plain(node) else None
         activation = None if reader is None else _activation(node, reader)
@@ -388,12 +384,12 @@ def fuse_activations(module: OperatorGraph) -> int:
             node.args = (*node.args[:start], activation.name, list(activation.scalars), activation.algorithm)
             reader.replace_all_uses_with(node)
             module.graph.erase_node(reader)
-            found += 1
-    return found
+            count += 1
+    return count
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Return whether a product writes floats, with nothing fused."""
+    """Return whether an integer kernel writes floats without fused operators."""
     start = _OUTPUT[node.target]
     return node.args[start + 2] is torch.float32 and node.args[start + 3] == "none"
 
@@ -412,12 +408,12 @@ def _activation(node: fx.Node, reader: fx.Node) -> _Activation | None:
 
 
 def fuse_residual_adds(module: OperatorGraph, shapes: Mapping[fx.Node, tuple[int, ...]]) -> int:
-    """Fuse the add of floats that alone reads a linear; return how many were.
+    """Fuse float adds with the linear layer before them; return their number.
 
     Args:
-        shapes: the shape of each node's result in a run; only equal shapes are added, without broadcasting.
+        shapes: shape of each node's result in a run; only equal shapes are fused, without broadcasting.
     """
-    found = 0
+    count = 0
     for node in list(module.graph.nodes):
         reader = only_reader(node) if is_call(node, LINEAR) and _is_plain(node) else None
         if not is_call(reader, aten.add.Tensor) or len(reader.args) != 2:
@@ -426,20 +422,20 @@ def fuse_residual_adds(module: OperatorGraph, shapes: Mapping[fx.Node, tuple[int
         if not isinstance(other, fx.Node) or other not in shapes or shapes[other] != shapes[reader]:
             continue
         with module.graph.inserting_before(reader):
-            # The kernel reads a transposed tensor as if it were none; a copy of one that is contiguous costs nothing.
-            plain = module.graph.call_function(aten.contiguous.default, (other,))
-            arguments = (*node.args[:6], plain, *node.args[6:10], 1.0, 0, "add", 1.0, "none", [], "")
-            made = module.graph.call_function(LINEAR_ADD, arguments)
-            made.meta["onnx"] = node.meta.get("onnx", "")
-        replace(reader, made)
+            # The kernel ignores strides; contiguous() of a contiguous tensor costs nothing.
+            contiguous = module.graph.call_function(aten.contiguous.default, (other,))
+            arguments = (*node.args[:6], contiguous, *node.args[6:10], 1.0, 0, "add", 1.0, "none", [], "")
+            kernel = module.graph.call_function(LINEAR_ADD, arguments)
+            kernel.meta["onnx"] = node.meta.get("onnx", "")
+        replace(reader, kernel)
         module.graph.erase_node(node)
-        found += 1
-    return found
+        count += 1
+    return count
 
 
 def fuse_quantizers(module: OperatorGraph) -> int:
-    """Let an integer product write the codes that its only reader would make of its floats; return how many do."""
-    found = 0
+    """Let an integer kernel write the quantized values of its only reader; return the number of quantizers."""
+    count = 0
     for node in list(module.graph.nodes):
         if not is_call(node, LINEAR, CONVOLUTION):
             continue
@@ -449,22 +445,22 @@ def fuse_quantizers(module: OperatorGraph) -> int:
             node.args = (*node.args[:start], *written, *node.args[start + 3 :])
             reader.replace_all_uses_with(node)
             module.graph.erase_node(reader)
-            found += 1
-    return found
+            count += 1
+    return count
 
 
 _SWAPPED = [[0, 1, 3, 2], [0, 2, 3, 1]]
-"""Orders of axes that make k^T [batch, heads, d, L]: of k, and of what k is made of."""
+"""Permutations that result in k^T [batch, heads, d, L]: from k, and from the input of k."""
 
 
 def fuse_attention(module: OperatorGraph) -> int:
-    """Fuse every attention of the graph; return how many there were."""
-    found = 0
+    """Fuse every attention of the graph; return their number."""
+    count = 0
     for node in list(module.graph.nodes):
         product = only_reader(node) if is_call(node, aten.softmax.int) else None
         if is_call(product, aten.matmul.default) and product.all_input_nodes[0] is node:
-            found += _fuse(module, product, node)
-    return found
+            count += _fuse(module, product, node)
+    return count
 
 
 def _fuse(module: OperatorGraph, product: fx.Node, softmax: fx.Node) -> bool:
@@ -475,10 +471,10 @@ def _fuse(module: OperatorGraph, product: fx.Node, softmax: fx.Node) -> bool:
         scores, mask = scores.args[:2]
         if not _is_scores(module, scores):
             scores, mask = mask, scores
-    found = _scores(module, scores)
-    if found is None:
+    parts = _scores(module, scores)
+    if parts is None:
         return False
-    query, keys, scale = found
+    query, keys, scale = parts
     key = _untransposed(module, keys)
     with module.graph.inserting_before(product):
         if key is None:
@@ -497,7 +493,7 @@ def _is_scores(module: OperatorGraph, value: Any) -> bool:
 
 
 def _scores(module: OperatorGraph, value: Any) -> tuple[Any, Any, float] | None:
-    """Return q, k^T and the scale of attention scores; None for anything else."""
+    """Return q, k^T and the scale of attention scores; None for any other value."""
     scale = 1.0
     if is_call(value, aten.mul.Tensor, aten.div.Tensor) and only_reader(value) is not None:
         factor = number(module, value.args[1])
@@ -514,7 +510,7 @@ def _scores(module: OperatorGraph, value: Any) -> tuple[Any, Any, float] | None:
 
 
 def _untransposed(module: OperatorGraph, keys: Any) -> fx.Node | None:
-    """Return k [batch, heads, L, d] where k^T is a permutation of what is known; None otherwise."""
+    """Return k [batch, heads, L, d] if k^T is a known permutation; None otherwise."""
     if not is_call(keys, aten.permute.default) or keys.args[1] not in _SWAPPED:
         return None
     source = keys.args[0]
@@ -525,7 +521,7 @@ def _untransposed(module: OperatorGraph, keys: Any) -> fx.Node | None:
 
 
 def lower(imported: Imported, usual: Mapping[str, int] = MappingProxyType({})) -> InputSizes:
-    """Lower a graph in place; return sizes with which it runs: the usual ones if they are known, by name."""
+    """Lower a graph in place; return sizes with which it runs: the usual sizes if known, by name."""
     module = imported.module
     sizes = runnable_sizes(module, imported.inputs, usual)
     fuse_attention(module)
@@ -542,17 +538,17 @@ def lower(imported: Imported, usual: Mapping[str, int] = MappingProxyType({})) -
 
 
 def _unpack_constants(module: OperatorGraph) -> None:
-    """Replace dequantized constants that no integer kernel reads, such as tables of embeddings, by floats."""
+    """Replace dequantized constants without an integer kernel, such as embedding tables, by floats."""
     module.graph.eliminate_dead_code()
     for node in list(module.graph.nodes):
         operands = [constant(module, value) for value in node.all_input_nodes]
         if is_call(node, dequantize, dequantize_vector) and all(operand is not None for operand in operands):
-            places = dict(zip(node.all_input_nodes, operands, strict=True))
-            values = [places[value] if isinstance(value, fx.Node) else value for value in node.args]
+            tensors = dict(zip(node.all_input_nodes, operands, strict=True))
+            values = [tensors[value] if isinstance(value, fx.Node) else value for value in node.args]
             unpack: Any = node.target
             with module.graph.inserting_before(node), torch.no_grad():
-                made = new_constant(module, "floats", unpack(*values))
-            replace(node, made)
+                floats = new_constant(module, "floats", unpack(*values))
+            replace(node, floats)
 
 
 def _drop_unread_constants(module: OperatorGraph) -> None:

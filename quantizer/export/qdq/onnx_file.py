@@ -47,8 +47,7 @@ class TensorSpec:
 
     Attributes:
         dimensions: name of each axis in the ONNX file, empty for an axis without a name. An empty tuple: unknown. Axes
-        with
-            one name have one size in all inputs.
+            with one name have one size in all inputs.
     """
 
     name: str
