@@ -86,6 +86,7 @@ class Subject:
 
     @property
     def limits(self) -> GraphRules:
+        """Rules of graphs on the target."""
         return self.target.graph_rules
 
     @property
@@ -170,6 +171,7 @@ rules: Registry[Rule] = Registry("rule")
 
 
 def read_subject(path: Path, target: TargetProfile) -> Subject:
+    """Read an ONNX file for a check against a target; raise ExportError for an unreadable file."""
     for package in ("onnx", "onnx_ir"):
         try:
             __import__(package)
@@ -214,7 +216,7 @@ def _message(onnx: Any, path: Path) -> tuple[Any, dict[str, UnreadData]]:
     light = light_message(path)
     if light is not None:
         proto = onnx.load_model_from_string(light[0])
-        # Old files list initializers among the inputs: those files are read completely.
+        # Old files list initializers among the inputs; read such a file completely.
         if not any(value.name in light[1] for value in proto.graph.input):
             return proto, light[1]
     return onnx.load_model(path, load_external_data=False), {}

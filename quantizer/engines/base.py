@@ -398,4 +398,5 @@ class Pool(Generic[T]):
             return self._make()
 
     def give_back(self, item: T) -> None:
+        """Return an object to the pool."""
         self._free.append(item)

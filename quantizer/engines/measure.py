@@ -159,7 +159,7 @@ _MAX_VALUES = 2**40
 def made_up_inputs(
     specs: Sequence[TensorSpec],
     sizes: InputSizes,
-    whole: int = 1,
+    integer: int = 1,
 ) -> dict[str, Array]:
     """Return one generated array per input: ones for integers (a valid token id and mask), else small random numbers.
 
@@ -176,7 +176,7 @@ def made_up_inputs(
         ]
         if prod(shape) > _MAX_VALUES:
             raise EngineError(f"input {spec} would have {prod(shape):.0e} values; a size in the file is wrong")
-        values = random.standard_normal(shape) if spec.dtype.kind == "f" else np.full(shape, whole)
+        values = random.standard_normal(shape) if spec.dtype.kind == "f" else np.full(shape, integer)
         arrays[spec.name] = values.astype(spec.dtype)
     return arrays
 
@@ -187,7 +187,7 @@ def working_inputs(engine: Engine, sizes: InputSizes) -> dict[str, Array]:
     try:
         engine(inputs)
     except EngineError as error:
-        inputs = made_up_inputs(engine.inputs, sizes, whole=0)
+        inputs = made_up_inputs(engine.inputs, sizes, integer=0)
         try:
             engine(inputs)
         except EngineError:

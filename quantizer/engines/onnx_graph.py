@@ -54,7 +54,7 @@ def graph_inspection(path: Path, why: str, *, sizes: InputSizes = USUAL_SIZES) -
 def _inspected(path: Path, why: str, sizes: InputSizes) -> Inspection:
     graph = SizedGraph(read_graph(path), sizes)
     shape = sizes.words(input_dimensions(path).values())
-    note = f"{why}; the figures are those that the ONNX file requests, at {shape}"
+    note = f"{why}; the figures show the precision that the ONNX file requests, at {shape}"
     return inspection_from_layers("onnx", list(graph.layers()), verified=False, note=note)
 
 

@@ -210,6 +210,7 @@ def export_onnx(
 
 
 def require_exporter() -> None:
+    """Raise MissingDependencyError without onnx, onnxscript or onnx-ir."""
     for package in ("onnx", "onnxscript", "onnx_ir"):
         _require(package)
 

@@ -1,10 +1,10 @@
-"""ONNX translations of the package's torch operators: quantization, grouped matrix multiplications and recurrences.
+"""ONNX translations of torch operators of this package: quantization, grouped matrix multiplications, recurrences.
 
-Scale, input and output of a Q/DQ pair share one float type. ``QuantizeLinear`` always has a zero point, because that
-sets the type of the quantized values. Ranges at run time become ``DynamicQuantizeLinear``.
+Scale, input and output of a Q/DQ pair share one float type. ``QuantizeLinear`` always has a zero point, because it sets
+the type of the quantized values. Ranges at run time become ``DynamicQuantizeLinear``.
 
-torch stores INT4 values as int8, so a Cast converts between both; ``StoreWeights`` folds the Casts of weights.
-Symbols are those of ``numerics/recurrence.py``. A Scan uses torch's gate order; ONNX's is input, output, forget, cell.
+torch stores INT4 values as int8, so a Cast converts between both; ``StoreWeights`` folds the Casts of weights. Symbols
+are those of ``numerics/recurrence.py``. A Scan uses torch's gate order; ONNX's is input, output, forget, cell.
 """
 
 from __future__ import annotations
@@ -213,17 +213,17 @@ def recurrence_translations(op: Any, zeros: Callable[[Any, str], Any]) -> dict[C
     operators = torch.ops.quantizer
     names = [argument.name for argument in operators.recurrence.default._schema.arguments]
 
-    def recurrence(*given: Any) -> Any:
-        found = dict(zip(names, given, strict=True))
-        kind = found["kind"]
+    def recurrence(*values: Any) -> Any:
+        arguments = dict(zip(names, values, strict=True))
+        kind = arguments["kind"]
         for scale, zero in (("scale", "zero_point"), ("projected_scale", "projected_zero_point")):
-            if found[scale] is not None and found[zero] is None:
-                found[zero] = zeros(found[scale], found["dtype"])
-        states = [found["hidden"], found["cell"]][: 1 + CELLS[kind].has_cell]
-        return _scan(kind, found["given"], states, found)
+            if arguments[scale] is not None and arguments[zero] is None:
+                arguments[zero] = zeros(arguments[scale], arguments["dtype"])
+        states = [arguments["hidden"], arguments["cell"]][: 1 + CELLS[kind].has_cell]
+        return _scan(kind, arguments["given"], states, arguments)
 
-    def dynamic_lstm(*given: Any) -> Any:
-        return _dynamic_lstm(op, zeros, *given)
+    def dynamic_lstm(*values: Any) -> Any:
+        return _dynamic_lstm(op, zeros, *values)
 
     return {operators.recurrence.default: recurrence, operators.dynamic_lstm.default: dynamic_lstm}
 
@@ -247,7 +247,7 @@ def _dynamic_lstm(
     for values, factor in ((input_codes, input_scale), (codes, scale)):
         turned = op.Transpose(_in_onnx_order(op, values, units), perm=[1, 0])
         weights.append((op.Unsqueeze(turned, first), op.Unsqueeze(_in_onnx_order(op, factor, units), first)))
-    (given, given_scale), (own, own_scale) = weights
+    (input_weight, input_weight_scale), (recurrent_weight, recurrent_scale) = weights
     zero = op.Unsqueeze(zeros(scale, "int8"), first)
     both = None
     if bias is not None:
@@ -257,23 +257,23 @@ def _dynamic_lstm(
     outputs, last, last_cell = _nodes(
         "DynamicQuantizeLSTM",
         x,
-        given,
-        own,
+        input_weight,
+        recurrent_weight,
         both,
         None,
         *states,
         None,
-        given_scale,
+        input_weight_scale,
         zero,
-        own_scale,
+        recurrent_scale,
         zero,
         hidden_size=units,
         direction="reverse" if backward else "forward",
         outputs=3,
         domain=_MICROSOFT,
     )
-    one = op.Constant(value_ints=[1])
-    return op.Squeeze(outputs, one), op.Squeeze(last, first), op.Squeeze(last_cell, first)
+    second = op.Constant(value_ints=[1])
+    return op.Squeeze(outputs, second), op.Squeeze(last, first), op.Squeeze(last_cell, first)
 
 
 def _parts(op: Any, values: Any, count: int, size: int) -> list[Any]:
@@ -300,12 +300,12 @@ def _nodes(operator: str, *inputs: Any, outputs: int, domain: str = "", **attrib
     return node.outputs
 
 
-def _scan(kind: str, given: Any, states: list[Any], found: dict[str, Any]) -> Any:
+def _scan(kind: str, given: Any, states: list[Any], arguments: dict[str, Any]) -> Any:
     """Return the outputs of a Scan over ``given`` and two states after it."""
     import onnx_ir
 
-    body = _Body(kind, given, states, found)
-    backward = [int(found["backward"])]
+    body = _Body(kind, given, states, arguments)
+    backward = [int(arguments["backward"])]
     *last, outputs = _nodes(
         "Scan",
         *states,
@@ -322,12 +322,12 @@ def _scan(kind: str, given: Any, states: list[Any], found: dict[str, Any]) -> An
 class _Body:
     """Graph of one time step."""
 
-    def __init__(self, kind: str, given: Any, states: list[Any], found: dict[str, Any]) -> None:
+    def __init__(self, kind: str, given: Any, states: list[Any], arguments: dict[str, Any]) -> None:
         import onnx_ir
 
         self.nodes: list[Any] = []
         self._kind = kind
-        self._found = found
+        self._arguments = arguments
         self.inputs = [
             onnx_ir.Value(name=f"{kind}_state_{place}", shape=state.shape, type=onnx_ir.TensorType(state.dtype))
             for place, state in enumerate(states)
@@ -337,13 +337,13 @@ class _Body:
 
     def outputs(self) -> list[Any]:
         """Return the states after the step, and the hidden state again as the output of the step."""
-        found = self._found
+        arguments = self._arguments
         hidden, given, cell = self.inputs[0], self.inputs[-1], self.inputs[-2]
         recurrent = self._product(hidden, "scale", "zero_point", "weight", "weight_scale")
-        if found["bias"] is not None:
-            recurrent = self._add("Add", recurrent, found["bias"])
+        if arguments["bias"] is not None:
+            recurrent = self._add("Add", recurrent, arguments["bias"])
         state = {"lstm": self._lstm, "gru": self._gru}.get(self._kind, self._plain)(given, recurrent, cell)
-        if found["projection"] is not None:
+        if arguments["projection"] is not None:
             state[0] = self._product(
                 state[0], "projected_scale", "projected_zero_point", "projection", "projection_scale"
             )
@@ -361,11 +361,11 @@ class _Body:
 
     def _product(self, x: Any, scale: str, zero_point: str, weight: str, weight_scale: str) -> Any:
         """Return the MatMul of a quantized operand and a stored weight [N, K]."""
-        found = self._found
-        codes = self._add("QuantizeLinear", x, found[scale], found[zero_point])
-        rounded = self._add("DequantizeLinear", codes, found[scale], found[zero_point])
-        where = {} if found["weight_axis"] is None else {"axis": found["weight_axis"]}
-        values = self._add("DequantizeLinear", found[weight], found[weight_scale], **where)
+        arguments = self._arguments
+        codes = self._add("QuantizeLinear", x, arguments[scale], arguments[zero_point])
+        rounded = self._add("DequantizeLinear", codes, arguments[scale], arguments[zero_point])
+        where = {} if arguments["weight_axis"] is None else {"axis": arguments["weight_axis"]}
+        values = self._add("DequantizeLinear", arguments[weight], arguments[weight_scale], **where)
         return self._add("MatMul", rounded, self._add("Transpose", values, perm=[1, 0]))
 
     def _split(self, value: Any, parts: int) -> Any:

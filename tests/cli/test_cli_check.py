@@ -80,7 +80,7 @@ def test_many_places_of_one_rule(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "error [scale-value] 6 places"
     assert lines[1] == "  quantize"
-    assert sum(line.startswith("    its scale is not a number above 0") for line in lines) == shown
+    assert sum(line.startswith("    its scale is not a finite number above 0") for line in lines) == shown
     assert (last in lines) == (last is not None)
     # The advice is the same for all.
     assert sum("->" in line for line in lines) == 1

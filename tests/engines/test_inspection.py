@@ -202,7 +202,7 @@ def test_multiply_adds() -> None:
 def test_a_graph_says_what_it_asks_for_and_is_not_verified(qdq: Any) -> None:
     inspection = graph_inspection(qdq.path, "no GPU", sizes=InputSizes(2, 8))
     assert not inspection.verified
-    assert inspection.note == "no GPU; the figures are those that the ONNX file requests, at 2 x 8"
+    assert inspection.note == "no GPU; the figures show the precision that the ONNX file requests, at 2 x 8"
     (layer,) = products(inspection)
     assert (layer.name, layer.precision, layer.multiply_adds) == ("layer/matmul", "int8", 2 * 8 * 64 * 32)
     assert (inspection.quantizers, inspection.low_share()) == (3, 1.0)

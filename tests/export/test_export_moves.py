@@ -16,7 +16,7 @@ from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.export.exporter import export_onnx
-from quantizer.export.passes import ConcatsBeforeQuantize, PairsOfCodes, PlainSoftplus, UnfusedRectifiers
+from quantizer.export.passes import ConcatsBeforeQuantize, OddPairsAsBytes, PlainSoftplus, UnfusedRectifiers
 from quantizer.export.passes.base import DropUnreadNodes, NameNodes, run_passes
 from quantizer.export.passes.float_types import ClampMasks
 from quantizer.export.passes.folding import FoldBatchNorm, FoldChannelFactors
@@ -510,14 +510,14 @@ def four_bits(inputs: int, shape: tuple[int, ...], product: str) -> Any:
 def test_a_weight_of_4_bits_with_an_odd_number_of_inputs_is_stored_in_bytes(shape: Any, product: str) -> None:
     model, x = four_bits(5, shape, product), np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
     (expected,) = computed(model, x=x)
-    run_passes(model, [PairsOfCodes()])
+    run_passes(model, [OddPairsAsBytes()])
     (codes,) = (node.inputs[0] for node in model.graph if node.op_type == "DequantizeLinear")
     assert codes.dtype is ir.DataType.INT8
     assert not {"w", "z"}.intersection(model.graph.initializers)
     (given,) = computed(model, x=x)
     assert np.array_equal(given, expected)
     even = tuple(6 if size == 5 else 5 for size in shape)
-    assert unchanged(four_bits(6, even, product), PairsOfCodes())
+    assert unchanged(four_bits(6, even, product), OddPairsAsBytes())
 
 
 # -- rectifiers behind a product ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantizer.export.passes import RowsOfCodes, run_passes
+from quantizer.export.passes import QuantizedRows, run_passes
 
 onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="needs enginequant[onnx]")
@@ -37,7 +37,7 @@ def run(
         model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     before = computed(model.SerializeToString())
     graph = ir.from_proto(model)
-    run_passes(graph, [RowsOfCodes()])
+    run_passes(graph, [QuantizedRows()])
     ir.save(graph, folder / "m.onnx")
     onnx.checker.check_model(folder / "m.onnx", full_check=True)
     np.testing.assert_array_equal(before, computed((folder / "m.onnx").read_bytes()))

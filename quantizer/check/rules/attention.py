@@ -78,8 +78,8 @@ def fp8_attention(subject: Subject) -> Iterator[Fault]:
             continue
         if set(formats) != {FP8.name}:
             names = ("queries", "keys", "probabilities", "values")
-            others = ", ".join(name for name, format_ in zip(names, formats, strict=True) if format_ != FP8.name)
-            problem = f"the attention is only partly in FP8: its {others} are not"
+            not_fp8 = ", ".join(name for name, format_ in zip(names, formats, strict=True) if format_ != FP8.name)
+            problem = f"the attention is only partly in FP8: its {not_fp8} are not"
             yield Fault(
                 name_of(entry.softmax), problem, "quantize queries, keys, probabilities and values to FP8, or none"
             )

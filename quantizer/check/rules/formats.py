@@ -229,11 +229,11 @@ def scale_type(subject: Subject) -> Iterator[Fault]:
 
 def _weights(subject: Subject) -> Iterator[Operand]:
     """Yield each quantized weight once."""
-    seen = set()
+    reported = set()
     for pair in subject.products:
         for operand in pair:
-            if operand.is_weight and operand.quantized and operand.dequantize not in seen:
-                seen.add(operand.dequantize)
+            if operand.is_weight and operand.quantized and operand.dequantize not in reported:
+                reported.add(operand.dequantize)
                 yield operand
 
 

@@ -25,15 +25,15 @@ def dead_quantizer(subject: Subject) -> Iterator[Fault]:
 def quantize_alone(subject: Subject) -> Iterator[Fault]:
     """Let only DequantizeLinear read the output of a QuantizeLinear."""
     for node in subject.quantizes:
-        others = [
+        other_readers = [
             reader
             for reader in readers(node.outputs[0])
             if not (is_dequantize(reader) or is_quantized_operator(reader))
         ]
         if node.outputs[0].is_graph_output():
             yield Fault(name_of(node), "its quantized values are a model output", "put a DequantizeLinear behind it")
-        elif others:
-            problem = f"its quantized values are read by {others[0].op_type} {name_of(others[0])}"
+        elif other_readers:
+            problem = f"its quantized values are read by {other_readers[0].op_type} {name_of(other_readers[0])}"
             yield Fault(name_of(node), problem, "put a DequantizeLinear between it and the operator")
 
 
@@ -71,11 +71,11 @@ def shared_input(subject: Subject) -> Iterator[Fault]:
         by_tensor.setdefault(node.inputs[0], []).append(node)
     for tensor, nodes in by_tensor.items():
         if len(nodes) > 1:
-            others = ", ".join(name_of(node) for node in nodes[1:])
+            other_names = ", ".join(name_of(node) for node in nodes[1:])
             scales = [constant(node.inputs[1]) for node in nodes]
             same = all(scale is not None and scales[0] is not None and _equal(scale, scales[0]) for scale in scales)
             comparison = "with the same scale" if same else "with different scales"
-            problem = f"{tensor.name} is quantized {len(nodes)} times, {comparison}: here and at {others}"
+            problem = f"{tensor.name} is quantized {len(nodes)} times, {comparison}: here and at {other_names}"
             yield Fault(
                 name_of(nodes[0]), problem, "quantize it once, and let all operations read one DequantizeLinear"
             )
@@ -99,12 +99,12 @@ def float_reader(subject: Subject) -> Iterator[Fault]:
             continue
         if node in subject.results:
             continue
-        others = [reader for reader in readers(node.outputs[0]) if reader.op_type not in _QUANTIZED_READERS]
+        float_readers = [reader for reader in readers(node.outputs[0]) if reader.op_type not in _QUANTIZED_READERS]
         if node.outputs[0].is_graph_output():
             problem = "its output is a model output: the rounded tensor is written to memory in float"
             yield Fault(name_of(node), problem, "return the tensor before its QuantizeLinear")
-        elif others:
-            reader = f"{others[0].op_type} {name_of(others[0])}"
+        elif float_readers:
+            reader = f"{float_readers[0].op_type} {name_of(float_readers[0])}"
             problem = f"{reader} computes in floating point: the rounded tensor is written to memory in float"
             yield Fault(name_of(node), problem, advice)
 
@@ -149,11 +149,11 @@ def moved_operand(subject: Subject) -> Iterator[Fault]:
 
 def _separated(subject: Subject) -> Iterator[tuple[Operand, list[Any]]]:
     """Yield each activation operand with nodes between its DequantizeLinear and its operation, and those nodes."""
-    seen: set[Any] = set()
+    reported: set[Any] = set()
     for pair in subject.products:
         for operand in pair:
-            if not operand.is_weight and operand.between and operand.between[-1] not in seen:
-                seen.add(operand.between[-1])
+            if not operand.is_weight and operand.between and operand.between[-1] not in reported:
+                reported.add(operand.between[-1])
                 yield operand, list(operand.between)
 
 

@@ -185,6 +185,7 @@ class CompiledGraph:
                 _LOADED.popitem(last=False)
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
+        """Run the graph once."""
         return self._runner.run(list(inputs))
 
 

@@ -41,7 +41,7 @@ CONVOLUTION_PREPACK = torch.ops.onednn.qconv_prepack.default
 
 
 def is_call(value: Any, *targets: Any) -> TypeGuard[fx.Node]:
-    """Return whether a value calls one of these operators."""
+    """Return whether a value calls any of these operators."""
     return isinstance(value, fx.Node) and value.op == "call_function" and value.target in targets
 
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from quantizer.export.passes.base import DropUnreadNodes, GraphPass, NameNodes, run_passes
-from quantizer.export.passes.codes import BytesFirst, MovesOfCodes, PairsOfCodes, RowsOfCodes, UnsignedActivations
+from quantizer.export.passes.codes import (
+    BytesFirst,
+    OddPairsAsBytes,
+    QuantizedMoves,
+    QuantizedRows,
+    UnsignedActivations,
+)
 from quantizer.export.passes.einsum import EinsumToMatMul, EinsumWeights, GemmToMatMul
 from quantizer.export.passes.float_types import ClampMasks, FloatTypes
 from quantizer.export.passes.folding import FoldBatchNorm, FoldChannelFactors, FoldConvolutionFactors, FoldPadding
@@ -40,9 +46,9 @@ __all__ = [
     "BiasesApart",
     "GathersApart",
     "KeptAxes",
-    "PairsOfCodes",
+    "OddPairsAsBytes",
     "PlainSoftplus",
-    "RowsOfCodes",
+    "QuantizedRows",
     "FactorsBeforeReductions",
     "NumbersBehindProducts",
     "UnfusedProducts",
@@ -102,11 +108,11 @@ def passes(target: TargetProfile | None = None, dtype: str = "float32") -> tuple
     if target is not None and target.kept_axes:
         of_target += [GathersApart(), KeptAxes(), ConcatsBeforeQuantize()]
     if target is not None and target.even_pairs:
-        of_target.append(PairsOfCodes())
+        of_target.append(OddPairsAsBytes())
     if target is not None and target.quantizes_outputs:
-        of_target += [MovesOfCodes(), PlainSoftplus()]
+        of_target += [QuantizedMoves(), PlainSoftplus()]
     if target is not None and target.row_codes:
-        of_target.append(RowsOfCodes())
+        of_target.append(QuantizedRows())
     if target is not None and target.unfused_rectifiers:
         of_target.append(UnfusedRectifiers())
     return types, *PASSES, *of_target, *(graph_passes[name] for name in graph_passes), NameNodes()

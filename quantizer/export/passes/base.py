@@ -71,6 +71,7 @@ class MatchPass(ABC, Generic[Match]):
 
 
 def run_passes(model: Any, passes: Sequence[GraphPass]) -> None:
+    """Run graph passes in order; raise ExportError if a precondition or postcondition fails."""
     for entry in passes:
         name = type(entry).__name__
         with named_in_errors(f"pass {name}"):

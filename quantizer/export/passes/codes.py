@@ -111,7 +111,7 @@ class BytesFirst:
         )
 
 
-class MovesOfCodes(MatchPass[tuple[Any, Any]]):
+class QuantizedMoves(MatchPass[tuple[Any, Any]]):
     """``Q -> DQ -> MaxPool`` becomes ``Q -> DQ -> MaxPool -> Q -> DQ`` with one scale, where no Q reads it.
 
     An operator that moves values returns the same quantized values, so the added pair changes nothing. The engine moves
@@ -237,7 +237,7 @@ def _is_stored_weight(value: Any) -> bool:
 _BYTES = {"INT4": "INT8", "UINT4": "UINT8"}
 
 
-class PairsOfCodes(MatchPass[str]):
+class OddPairsAsBytes(MatchPass[str]):
     """``INT4 [K, N] -> DQ -> MatMul`` with an odd K becomes ``INT8 [K, N] -> DQ -> MatMul``.
 
     For targets that misread such INT4 weights, see ``export/qdq/graph.py``. The values do not change.
@@ -261,7 +261,7 @@ class PairsOfCodes(MatchPass[str]):
                 drop_unread(model, value)
 
 
-class RowsOfCodes(MatchPass[Any]):
+class QuantizedRows(MatchPass[Any]):
     """``DQ(t, s, axis 0) -> Gather`` becomes ``Gather -> Cast`` of the integers, times the scales of those rows.
 
     For a stored table t [V x D], its scales s [V] and row indices i: Gather(DQ(t, s), i) = Cast(Gather(t, i)) *

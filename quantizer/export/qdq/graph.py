@@ -116,6 +116,7 @@ def readers(value: Any) -> list[Any]:
 
 
 def is_quantize(node: Any) -> bool:
+    """Return whether a node is a QuantizeLinear."""
     return node is not None and node.op_type == "QuantizeLinear"
 
 
@@ -125,6 +126,7 @@ def is_dynamic_quantize(node: Any) -> bool:
 
 
 def is_dequantize(node: Any) -> bool:
+    """Return whether a node is a DequantizeLinear."""
     return node is not None and node.op_type == "DequantizeLinear"
 
 
@@ -141,6 +143,7 @@ def pair_before(value: Any) -> tuple[Any, Any] | None:
 
 
 def attribute(node: Any, name: str, default: int) -> int:
+    """Return an integer attribute of a node."""
     return int(node.attributes[name].as_int()) if name in node.attributes else default
 
 

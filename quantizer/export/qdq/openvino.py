@@ -1,4 +1,4 @@
-"""Patterns of Q/DQ files that OpenVINO 2026.4 computes wrongly or refuses; each function states its measurements.
+"""Patterns of Q/DQ files that OpenVINO 2026.4 computes wrongly or refuses, with the measurements.
 
 "Scales" are those of a quantized MatMul, Gemm or convolution. OpenVINO computes integers, and multiplies the result by
 the scales later.
