@@ -28,7 +28,7 @@ def saturation_warnings(backend: str, onnx_path: Path) -> tuple[str, ...]:
         return ()
     return (
         "this CPU has no VNNI and adds INT8 products in 16 bits, which saturate: the engine is less accurate than on a "
-        f"CPU with VNNI; quantize for backend {exact} instead",
+        f"CPU with VNNI; quantize for backend {exact}",
     )
 
 
