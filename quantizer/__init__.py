@@ -37,7 +37,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULE_OF = {
     "QATCalibrate": "quantizer.integrations.in_place",
     "QuantizedModel": "quantizer.pipeline.quantize_model",
     "Quantizer": "quantizer.quantizer",
@@ -53,7 +53,7 @@ _HOMES = {
 
 _RENAMED = {"measured_prices": "measure_latency_costs"}
 
-# By its metadata: torch itself is not imported for it.
+# The check reads the metadata and does not import torch.
 require_supported("torch")
 
 if "torch" in sys.modules:
@@ -64,14 +64,14 @@ if "torch" in sys.modules:
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use.
 
-    torch takes seconds to import; ``quantizer --help`` and the report of a wrong configuration do not need it.
+    Importing torch takes seconds, and ``quantizer --help`` and errors of a configuration do not need it.
     """
     if name == "functional":
         return import_module("quantizer.functional")
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         renamed = f"; it is {_RENAMED[name]} now" if name in _RENAMED else ""
         raise AttributeError(f"module 'quantizer' has no attribute {name!r}{renamed}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""``python -m quantizer``: the command line."""
+"""Entry point of ``python -m quantizer``: the command line."""
 
 from __future__ import annotations
 

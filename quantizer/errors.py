@@ -1,4 +1,4 @@
-"""The errors that quantizer raises on purpose.
+"""The exception classes of this package.
 
     QuantizerError
     ├── ConfigError              a wrong YAML file, mapping or keyword (all problems at once)
@@ -14,9 +14,9 @@
     ├── MissingDependencyError   an optional package that is not installed
     └── UnsupportedVersionError  a package of a version that is not supported
 
-``CalibrationWarning`` is the category of what is doubtful about calibration data, and no error.
+``CalibrationWarning`` is the category of warnings about calibration data.
 
-A message says what was wrong and where, what was expected, and what to do.
+A message says what is wrong and where, what was expected, and what to do.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ __all__ = [
 ]
 
 DISTRIBUTION = "enginequant"
-"""The name that pip knows this package by; ``quantizer`` on the index is another project, imported by the same name."""
+"""Name of this package for pip. On the index, ``quantizer`` is another project with the same import name."""
 
 
 def install_command(extra: str, *options: str) -> str:
-    """Return the shell command that adds an extra where this package is installed, with options of pip.
+    """Return the shell command that adds an extra to this installation, with options of pip.
 
-    pip reads the extra of what is installed, from a checkout or a wheel: no index needs to have this package.
+    pip reads the extra from the installed package, so the index does not need to have this package.
     """
     return " ".join(["pip install", *options, f"'{DISTRIBUTION}[{extra}]'"])
 
@@ -66,12 +66,12 @@ _PACKAGE = dirname(__file__)
 
 
 class QuantizerError(Exception):
-    """The base class of all errors that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows: the user's own line and the message, without our frames.
+        """Return the lines that IPython shows: the user's line and the message, without frames of this package.
 
-        The name is IPython's. The message says what to do; the whole traceback is in ``sys.last_value`` as ever.
+        IPython defines the name. The complete traceback stays in ``sys.last_value``.
         """
         frames = traceback.extract_tb(self.__traceback__)
         own = list(takewhile(lambda frame: not frame.filename.startswith(_PACKAGE), frames)) or frames
@@ -83,7 +83,7 @@ class ConfigError(QuantizerError):
     """One or more problems in a configuration.
 
     Args:
-        problems: one line per problem; all problems, not only the first.
+        problems: one line for each problem.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -106,7 +106,7 @@ class CalibrationError(QuantizerError):
 
 
 class CalibrationWarning(UserWarning):
-    """Calibration data or a model's mode that is possible, and more often a mistake."""
+    """Valid but suspicious calibration data, or a suspicious mode of the model."""
 
 
 class SensitivityError(QuantizerError):
@@ -114,7 +114,7 @@ class SensitivityError(QuantizerError):
 
 
 class TrainingError(QuantizerError):
-    """A training that cannot start, continue or be resumed, or that has failed."""
+    """Training that cannot start, continue or be resumed, or that has failed."""
 
 
 class ExportError(QuantizerError):
@@ -134,10 +134,10 @@ class LostRankError(QuantizerError):
 
 
 class MissingDependencyError(QuantizerError):
-    """An optional package that is not installed.
+    """A missing optional package.
 
     Args:
-        package: the module that could not be imported.
+        package: the module that cannot be imported.
         extra: the extra of this distribution that installs the package.
     """
 
@@ -148,12 +148,12 @@ class MissingDependencyError(QuantizerError):
 
 
 class UnsupportedVersionError(QuantizerError):
-    """A package that is installed in a version that this package does not support.
+    """A package whose installed version is not supported.
 
     Args:
         package: the name of its distribution.
-        found: the version that is installed.
-        supported: the versions that are supported, such as ``>=5``.
+        found: the installed version.
+        supported: the supported versions, such as ``>=5``.
     """
 
     def __init__(self, package: str, found: str, supported: str) -> None:
@@ -167,12 +167,12 @@ class UnsupportedVersionError(QuantizerError):
 
 
 def require_supported(package: str) -> None:
-    """Check the installed version of a package against what the metadata of this one asks for, once a process.
+    """Check the installed version of a package against the requirements of this one, once per process.
 
-    A source tree that is not installed has no metadata, and then nothing is checked; neither is a missing package.
+    Nothing is checked if the package is missing, or if this package runs from a source tree without metadata.
 
     Raises:
-        UnsupportedVersionError: the version is not among those.
+        UnsupportedVersionError: the version is not supported.
     """
     with suppress(metadata.PackageNotFoundError):
         _check_version(package)
@@ -180,27 +180,27 @@ def require_supported(package: str) -> None:
 
 @cache
 def _check_version(package: str) -> None:
-    """Check a version; one that is refused, and a missing package, are looked up again: what raises is not kept.
+    """Check a version; the cache stores no failed checks, because an exception is not cached.
 
-    It takes 1.5 ms, and a decoder asks at each token.
+    The check takes 1.5 ms, and a decoder calls it at each token.
     """
-    found, asked = metadata.version(package), metadata.requires(DISTRIBUTION) or []
-    # Parsing takes a millisecond a line, and its import tens of them.
-    lines = [line for line in asked if line.startswith(package)]
+    installed, requirements = metadata.version(package), metadata.requires(DISTRIBUTION) or []
+    # Parsing takes 1 ms per line, and its import tens of milliseconds.
+    lines = [line for line in requirements if line.startswith(package)]
     from packaging.requirements import Requirement
 
     for requirement in map(Requirement, lines):
         supported = requirement.specifier
-        if requirement.name == package and not supported.contains(found, prereleases=True):
-            raise UnsupportedVersionError(package, found, str(supported))
+        if requirement.name == package and not supported.contains(installed, prereleases=True):
+            raise UnsupportedVersionError(package, installed, str(supported))
 
 
-# On a CPU torch raises a plain RuntimeError; on a GPU a subclass, whose message has these words too.
-_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "DefaultCPUAllocator")
+# On a CPU torch raises a plain RuntimeError, on a GPU a subclass. Both messages contain one of these phrases.
+_OUT_OF_MEMORY_PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "DefaultCPUAllocator")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means too little memory: Python's ``MemoryError``, or one of torch's allocators."""
+    """Return whether an error means too little memory: Python's ``MemoryError``, or an error of torch's allocators."""
     if isinstance(error, RuntimeError):
-        return any(word in str(error) for word in _WORDS)
+        return any(word in str(error) for word in _OUT_OF_MEMORY_PHRASES)
     return isinstance(error, MemoryError)

@@ -1,17 +1,19 @@
-"""Quantization as functions on tensors, for user code: every argument is checked.
+"""Quantization of tensors for user code, with checks of all arguments.
 
-Legend: x [*] floating values; s the scale; z the zero point, of the shape of s; q [*] the codes.
+Legend: x [*] float values; s the scale; z the zero point, of the shape of s; q [*] the quantized values.
 
-The formats are ``int8``, ``fp8`` (E4M3, saturating), ``int4`` and ``uint8``, which takes a zero point; the formulas are
-in ``quantizer.numerics.torch_operators``. Three granularities differ in the arguments and in the shape of the scale:
+The formats are ``int8``, ``fp8`` (E4M3, saturating), ``int4`` and ``uint8``. Only ``uint8`` takes a zero point. The
+formulas are in ``quantizer.numerics.torch_operators``.
 
-- per tensor, s []: no axis;
-- per axis, s [A]: ``axis``, of size A;
-- per block, s of x's shape, except that the axis has A / B entries: ``axis`` and ``block_size`` B.
+| granularity | arguments | shape of s |
+|---|---|---|
+| per tensor | none | [] |
+| per axis | ``axis`` of size A | [A] |
+| per block | ``axis``, ``block_size`` B | the shape of x, with A / B in place of A |
 
-The functions compile, trace and export as one operator each, and become ``QuantizeLinear`` and ``DequantizeLinear`` in
-ONNX: opset 19 or later for ``fp8``, 21 for ``int4`` and for blocks. Checks of values (such as that a scale is positive)
-run in eager mode only: a compiled, traced or exported program does not know the values.
+The functions compile, trace and export as one operator each. In ONNX they become ``QuantizeLinear`` and
+``DequantizeLinear``: opset 19 or later for ``fp8``, 21 for ``int4`` and for blocks. Values are checked in eager mode
+only, because a compiled, traced or exported program does not know them.
 """
 
 from __future__ import annotations
@@ -36,22 +38,27 @@ def quantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Return the nearest codes of a format, clipped to its range.
+    """Return x / s rounded to the nearest value of a format and clipped to its range.
+
+    Example::
+
+        scale = x.abs().amax() / 127
+        q = quantize(x, scale)
 
     Args:
-        x: [*] float16, bfloat16, float32 or float64; computed in float32.
-        scale: positive and finite, of one of these types; its shape depends on the granularity.
+        x: [*] float16, bfloat16, float32 or float64. The computation is in float32.
+        scale: positive and finite, of one of these types. The granularity determines its shape.
         dtype: the format: ``int8``, ``uint8``, ``fp8`` or ``int4``.
         axis: the axis along which scales differ; negative values count from the end. None: one scale for all of x.
-        block_size: how many neighbours along the axis share a scale; it must divide the size of the axis.
-        zero_point: uint8, of the scale's shape: the code of 0.0, only for ``uint8``. None: 0.
+        block_size: the number of neighbours along the axis that share a scale. It must divide the size of the axis.
+        zero_point: uint8, of the scale's shape: the quantized value of 0.0, only for ``uint8``. None: 0.
 
     Returns:
-        Codes [*]: int8 for ``int8`` and ``int4``, uint8 for ``uint8``, float8_e4m3fn for ``fp8``.
+        Quantized values [*]: int8 for ``int8`` and ``int4``, uint8 for ``uint8``, float8_e4m3fn for ``fp8``.
 
     Raises:
-        TypeError: a tensor is of the wrong type.
-        ValueError: an unknown format, an axis, block size, scale or zero point that does not fit.
+        TypeError: a tensor has the wrong type.
+        ValueError: the format is unknown, or an axis, block size, scale or zero point does not fit.
     """
     kind = qtype(dtype)
     _check_floating("x", x)
@@ -68,10 +75,10 @@ def dequantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Return the values of codes.
+    """Return the float values of quantized values: (q - z) * s.
 
     Args:
-        q: [*] codes as ``quantize`` returns them, in the format's storage type.
+        q: [*] quantized values as ``quantize`` returns them, in the storage type of the format.
         scale: as for ``quantize``.
         dtype: the format.
         axis: as for ``quantize``.
@@ -82,16 +89,16 @@ def dequantize(
         Values [*] in the type of the scale.
 
     Raises:
-        TypeError: a tensor is of the wrong type.
-        ValueError: an unknown format, an axis, block size, scale or zero point that does not fit, or a code outside the
-            format's range.
+        TypeError: a tensor has the wrong type.
+        ValueError: the format is unknown, a quantized value is out of its range, or an axis, block size, scale or zero
+            point does not fit.
     """
     kind = qtype(dtype)
     if q.dtype != kind.storage:
-        raise TypeError(f"q is {q.dtype}; the codes of {dtype} are {kind.storage}")
+        raise TypeError(f"q is {q.dtype}; the quantized values of {dtype} are {kind.storage}")
     _check_parameters(q, scale, kind, axis, block_size, zero_point)
     if kind.is_packed and _reads_values() and not bool(((q >= kind.qmin) & (q <= kind.qmax)).all()):
-        raise ValueError(f"q has codes outside of {dtype}'s range, {kind.qmin} to {kind.qmax}")
+        raise ValueError(f"q has values outside of the range of {dtype}, {kind.qmin} to {kind.qmax}")
     result: Tensor = ops.dequantize(q, scale, dtype, axis, block_size, zero_point)
     return result
 
@@ -107,10 +114,11 @@ def fake_quantize(
     """Return x rounded to a format: ``dequantize(quantize(x))`` in the type of x.
 
     The gradient passes straight through to x and is zero where x was clipped. The gradient of the scale, if it requires
-    one, is that of LSQ (arXiv:1902.08153, equation 3): the sum of q - x / s where x was not clipped, of q elsewhere.
+    one, is that of LSQ (arXiv:1902.08153, equation 3): the sum of q - x / s where x was not clipped, and of q
+    elsewhere.
 
     Args:
-        x: [*] floats.
+        x: [*] float values.
         scale: as for ``quantize``.
         dtype: the format.
         axis: as for ``quantize``.
@@ -121,8 +129,8 @@ def fake_quantize(
         Values [*] in the type of x.
 
     Raises:
-        TypeError: a tensor is of the wrong type.
-        ValueError: an unknown format, an axis, block size, scale or zero point that does not fit.
+        TypeError: a tensor has the wrong type.
+        ValueError: the format is unknown, or an axis, block size, scale or zero point does not fit.
     """
     kind = qtype(dtype)
     _check_floating("x", x)
@@ -132,12 +140,12 @@ def fake_quantize(
 
 
 def _reads_values() -> bool:
-    """Return whether values are known: nothing is compiled, exported or traced."""
+    """Return whether tensor values are available, which means that nothing is compiled, exported or traced."""
     return not (torch.compiler.is_compiling() or _is_tracing())
 
 
 def _is_tracing() -> bool:
-    """Return whether torch is tracing: sizes are tensors then, and the trace would fix the result of a comparison."""
+    """Return whether torch is tracing; sizes are tensors then, and the trace would fix the result of a comparison."""
     return bool(torch._C._get_tracing_state())
 
 
@@ -155,7 +163,7 @@ def _check_parameters(
     if zero_point is not None:
         _check_zero_point(zero_point, scale, kind)
     if _reads_values() and not bool(((scale > 0) & scale.isfinite()).all()):
-        raise ValueError(f"scale must be positive and finite; it has {_worst(scale)}")
+        raise ValueError(f"scale must be positive and finite; it has {_first_invalid(scale)}")
 
 
 def _check_granularity(x: Tensor, scale: Tensor, axis: int | None, block_size: int | None) -> None:
@@ -172,7 +180,7 @@ def _check_granularity(x: Tensor, scale: Tensor, axis: int | None, block_size: i
         how = "per tensor" if axis is None else f"along axis {axis}"
         how += "" if block_size is None else f" in blocks of {block_size}"
         raise ValueError(
-            f"the scale of a tensor {list(x.shape)} {how} is {list(expected)}; this one is {list(scale.shape)}"
+            f"scale has the shape {list(scale.shape)}; a tensor {list(x.shape)} {how} needs {list(expected)}"
         )
 
 
@@ -180,11 +188,11 @@ def _check_zero_point(zero_point: Tensor, scale: Tensor, kind: QType) -> None:
     if not kind.has_zero_point:
         raise ValueError(f"{kind.name} is symmetric and takes no zero_point")
     if zero_point.dtype != kind.storage:
-        raise TypeError(f"zero_point is {zero_point.dtype}; that of {kind.name} is {kind.storage}")
+        raise TypeError(f"zero_point is {zero_point.dtype}; {kind.name} needs {kind.storage}")
     if not _is_tracing() and zero_point.shape != scale.shape:
-        raise ValueError(f"zero_point {list(zero_point.shape)} and scale {list(scale.shape)} must have one shape")
+        raise ValueError(f"zero_point {list(zero_point.shape)} and scale {list(scale.shape)} must have the same shape")
 
 
-def _worst(scale: Tensor) -> float:
-    """Return one value of a scale that is not positive and finite."""
+def _first_invalid(scale: Tensor) -> float:
+    """Return the first scale that is zero, negative or not finite."""
     return float(scale[~((scale > 0) & scale.isfinite())].flatten()[0])

@@ -43,9 +43,9 @@ from quantizer.utils.torch_modes import ordinary_tensors
 
 
 def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
-    """Return the configuration with a backend in the place of ``auto``: an installed one, in its variant for this CPU.
+    """Return the configuration with an installed backend for this CPU in place of ``auto``.
 
-    A quantizer alone measures no engines, as ``quantizer run`` and ``quantizer convert`` do.
+    Unlike ``quantizer run`` and ``quantizer convert``, a ``Quantizer`` does not compare engines.
     """
     if config.backend != AUTO:
         return config
@@ -55,16 +55,16 @@ def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Held:
-    """A fixed plan until the next calibration: that of a folder, or one with loaded scales.
+class FixedPlan:
+    """A fixed plan, loaded from a folder or with loaded scales, which is valid until the next calibration.
 
     Attributes:
         plan: the plan.
-        products: the products that torch computed in calibration.
-        regions: the modules whose values in calibration float16 cannot hold.
+        products: the matrix multiplications that torch computed in calibration.
+        regions: the modules whose values in calibration exceed float16.
         fingerprint: the checksum of the weights in calibration; None for a model that was quantized in place.
-        scales_replaced: whether the scales were loaded, and are not those of calibration.
-        until_new: whether it ends with the first new batch of the calibration, which is resumed.
+        scales_replaced: whether the scales were loaded instead of calibrated.
+        until_new: whether the plan ends with the first new batch of the resumed calibration.
     """
 
     plan: Plan
@@ -77,7 +77,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inherited:
-    """The statistics and kept batches of another quantizer; there is no plan before ``bind`` gives the model."""
+    """The statistics and saved batches of another quantizer; the plan is made when ``bind`` supplies the model."""
 
     snapshot: bytes
     kept: ReplayBatches | None
@@ -91,8 +91,8 @@ class ModelSession:
 
     Attributes:
         calibration: the calibration session; None before any, and in a loaded quantizer until it is resumed.
-        held: the plan that holds in the place of calibration's.
-        inherited: what becomes the calibration when the model is known.
+        fixed: the plan that replaces that of calibration.
+        inherited: statistics of another quantizer, which become the calibration once the model is known.
         amp: the sensitivity session; None before ``Quantizer.amp``.
         fallback: the groups that fall back to float; None: no group does.
         trainable: the QAT session; None before ``Quantizer.qat``.
@@ -100,9 +100,9 @@ class ModelSession:
 
     def __init__(self, config: QuantizerConfig) -> None:
         self.calibration: CalibrationSession | None = None
-        self.held: Held | None = None
+        self.fixed: FixedPlan | None = None
         self.inherited: Inherited | None = None
-        self._saved: bytes | None = None  # the statistics of a loaded folder, with which to resume
+        self._saved: bytes | None = None  # the statistics of a loaded folder, to resume from
         self._settings = settings_of(config)
         self.amp: SensitivitySession | None = None
         self.fallback: Fallback | None = None
@@ -116,32 +116,32 @@ class ModelSession:
         self._chosen_in: Plan = {}  # the plan whose groups the fallback names
 
     def bind(self, model: nn.Module) -> None:
-        """Bind the session to a model."""
+        """Bind the session to a model, and make the inherited calibration of it."""
         if isinstance(model, nn.Module) and is_proxy(model):
-            raise ProxyError("this is a proxy already; pass the float model that it was made from")
+            raise ProxyError("the model is already a proxy; pass the float model that it was made from")
         if self._model is not None and (bound := self._model()) not in (None, model):
             raise ProxyError(
-                f"this Quantizer serves another {type(bound).__name__} already; make one Quantizer for each model"
+                f"this Quantizer is bound to another {type(bound).__name__}; make one Quantizer for each model"
             )
         if isinstance(model, nn.Module):
             self._model = weakref.ref(model)
             self.scan_source(model)
         if (other := self.inherited) is not None:
-            self._calibrated(
+            self._use_calibration(
                 CalibrationSession(
                     self._settings, model, other.snapshot, anew=True, kept=other.kept, fingerprint=other.fingerprint
                 )
             )
             if self._carried is not None:
                 plan = self.plan()
-                self.put_back(fallback_for_target(*self._carried, plan), plan)
+                self.use_fallback(fallback_for_target(*self._carried, plan), plan)
 
-    def _calibrated(self, session: CalibrationSession | None) -> None:
+    def _use_calibration(self, session: CalibrationSession | None) -> None:
         """Take the plan from a calibration from now on."""
-        self.calibration, self.held, self.inherited, self._saved = session, None, None, None
+        self.calibration, self.fixed, self.inherited, self._saved = session, None, None, None
 
     def scan_source(self, model: nn.Module) -> None:
-        """Store the unrewritten sources and the operator patches of a model or proxy, for the coverage."""
+        """Store the sources that were not rewritten and the operator patches of a model, for the coverage report."""
         self._skipped, self._patches = list(skipped_sources(model)), applied_patches(model)
 
     def inherit_from(self, other: ModelSession, backend: str, *, share: bool = False) -> None:
@@ -149,21 +149,21 @@ class ModelSession:
         decided = other.decided()
         if other.scales_replaced:
             raise CalibrationError(
-                "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales() or "
-                "qat(): make the Quantizer of the other backend first, and load the scales into both"
+                "for_backend() copies the calibration, but the scales of this Quantizer come from load_scales() or "
+                "qat(): call for_backend() first, then load the scales into both"
             )
-        if share and other._settings == self._settings and other.calibration is not None and other.held is None:
-            self._calibrated(other.calibration)
+        if share and other._settings == self._settings and other.calibration is not None and other.fixed is None:
+            self._use_calibration(other.calibration)
             self.amp = other.amp
         else:
             snapshot = other.seen()
             if snapshot is None:
                 raise CalibrationError(
-                    "for_backend() needs what calibration saw, which the folder that this Quantizer was loaded from "
-                    "does not hold; calibrate again"
+                    "for_backend() needs the statistics of calibration, which the folder of this Quantizer does not "
+                    "contain; calibrate again"
                 )
             kept = None if other.calibration is None else other.calibration.observation().kept
-            self._calibrated(None)
+            self._use_calibration(None)
             self.inherited, self.amp = Inherited(snapshot, kept, other.fingerprint), None
         if other.fallback is not None:
             self._carried = other.fallback, decided, backend
@@ -171,50 +171,50 @@ class ModelSession:
             self.bind(model)
 
     def calibration_proxy(self, model: nn.Module, *, resume: bool) -> nn.Module:
-        """Return the proxy of a new calibration, or of one that is resumed; see ``Quantizer.calib``."""
+        """Return the proxy of a new or resumed calibration; see ``Quantizer.calib``."""
         self.bind(model)
         if resume:
             return self._resumed(model).proxy
         session = CalibrationSession(self._settings, model)
-        self._calibrated(session)
+        self._use_calibration(session)
         self.amp = self.fallback = self.trainable = self._carried = None
         return session.proxy
 
     def _resumed(self, model: nn.Module) -> CalibrationSession:
-        """Return the session with which the calibration goes on: that of this quantizer, or of the loaded folder."""
-        session, held, saved = self.calibration, self.held, self._saved
+        """Return the session that continues the calibration, of this quantizer or of the loaded folder."""
+        session, fixed, saved = self.calibration, self.fixed, self._saved
         if session is not None:
             if session.has_weights_of(model):
                 session.resume()
             else:
                 # The proxy of the session computes with former parameters of the model.
-                seen, kept = session.seen(), session.observation().kept
+                statistics, batches = session.seen(), session.observation().kept
                 session = CalibrationSession(
-                    self._settings, model, seen, anew=True, kept=kept, fingerprint=session.fingerprint
+                    self._settings, model, statistics, anew=True, kept=batches, fingerprint=session.fingerprint
                 )
-            self._calibrated(session)
-        elif held is not None and saved is not None:
-            session = CalibrationSession(self._settings, model, saved, fingerprint=held.fingerprint)
-            self._calibrated(session)
-            self.held = replace(held, until_new=True)
+            self._use_calibration(session)
+        elif fixed is not None and saved is not None:
+            session = CalibrationSession(self._settings, model, saved, fingerprint=fixed.fingerprint)
+            self._use_calibration(session)
+            self.fixed = replace(fixed, until_new=True)
         else:
             raise CalibrationError(
-                "calib(resume=True) needs an earlier calib() of this Quantizer, or a folder whose quantizer kept what "
-                "it observed"
+                "calib(resume=True) needs an earlier calib() of this Quantizer, or a loaded folder with the "
+                "statistics of calibration"
             )
         return session
 
     @contextmanager
-    def replaced_as_a_whole(self) -> Iterator[None]:
+    def restored_on_failure(self) -> Iterator[None]:
         """Restore the earlier calibration if the one inside the block fails or is interrupted."""
-        waits = self.held is not None or self.inherited is not None
-        counts = waits or (self.calibration is not None and self.calibration.has_begun)
+        is_pending = self.fixed is not None or self.inherited is not None
+        has_calibration = is_pending or (self.calibration is not None and self.calibration.has_begun)
         before = vars(self).copy()
         try:
             yield
         except BaseException:
             # A first calibration keeps its complete batches, so that it can be resumed.
-            if counts:
+            if has_calibration:
                 vars(self).update(before)
             raise
 
@@ -223,57 +223,57 @@ class ModelSession:
         self.bind(model)
         if self.trainable is not None or self.has_plan:
             groups = {} if self.fallback is None else self.fallback.reasons()
-            # The scales of an earlier training may belong to the weights of a copy: start from those of calibration.
-            # After such a training changed weights are expected, and need no warning.
-            plan = self._scaled_for(model, self._trained_plan(self.fallback), told=self.trainable is not None)
+            # The scales of an earlier training may belong to the weights of a copy, so start from calibrated scales.
+            # After a training, changed weights are expected and need no warning.
+            plan = self._scaled_for(model, self._plan_to_train(self.fallback), warn=self.trainable is None)
             self.trainable = QatSession(model, plan, groups, scales, self._target.torch_dtype, own=own)
             return self.trainable.proxy
         trainable = QatSession(model, None, {}, scales, self._target.torch_dtype, own=own)
-        trainable.calibrate_first(self.calibration_proxy(model, resume=False), self._trained_plan)
+        trainable.calibrate_first(self.calibration_proxy(model, resume=False), self._plan_to_train)
         self.trainable = trainable
         return trainable.proxy
 
-    def _trained_plan(self, fallback: Fallback | None = None) -> Plan:
-        """Return the plan of calibration without codes: training rounds the float weights, which move."""
+    def _plan_to_train(self, fallback: Fallback | None = None) -> Plan:
+        """Return the calibrated plan without integer weights: training rounds the float weights, which change."""
         plan = self.plan(None if fallback is None else fallback.reasons())
         return without_codes(plan, "qat() trains the float weights")
 
     def trained(self, model: nn.Module) -> nn.Module:
-        """Return the model, or the copy of it that was trained."""
+        """Return the trained copy of the model if there is one, otherwise the model."""
         return model if self.trainable is None else self.trainable.model
 
     def frozen(self, model: nn.Module, *, fused: bool = False) -> nn.Module:
-        """Return the frozen proxy of a model, or of its trained copy; ``fused`` as in ``frozen_proxy``."""
+        """Return the frozen proxy of a model or of its trained copy; ``fused`` as in ``frozen_proxy``."""
         self.bind(model)
         plan = self.fitted(model, self.effective_plan())
         tell_where_nothing_is_quantized(plan)
         return frozen_proxy(self.trained(model), plan, fused=fused)
 
     def fitted(self, model: nn.Module, plan: Plan) -> Plan:
-        """Return the plan with scales of weights computed from the weights that ``model`` has now.
+        """Return the plan with scales of weights computed from the current weights of ``model``.
 
         After a training the plan stays as it is: its scales belong to the trained weights.
         """
         if self.trainable is None:
-            return self._scaled_for(model, plan, told=False)
+            return self._scaled_for(model, plan, warn=True)
         self.trainable.require_weights_of(self.trained(model))
         return plan
 
-    def _scaled_for(self, model: nn.Module, plan: Plan, *, told: bool) -> Plan:
-        """Return the plan with scales from the model's weights; warn unless ``told`` if these have changed."""
+    def _scaled_for(self, model: nn.Module, plan: Plan, *, warn: bool) -> Plan:
+        """Return the plan with scales from the model's weights; with ``warn``, warn if these changed."""
         before = self.fingerprint
         if before is not None:
             now = Fingerprint.of(model, before)
             refuse_other_shapes(before, now)
             buffers = changed_buffers(plan, model)
-            if not told:
+            if warn:
                 warn_of_other_weights(before, now, buffers)
             plan = without_former_codes(plan, {*changed_parameters(before, now), *buffers})
         target, weights = self._target, None if self.calibration is None else self.calibration.weights
         return with_scales_of_weights(plan, model, target.torch_dtype, target.weight_qmax, weights)
 
     def decided(self, fallback: Fallback | None = None) -> Plan:
-        """Return the plan of all groups, with trained scales after a training, and biases corrected for a fallback."""
+        """Return the plan of all groups: trained scales after QAT, and biases corrected for a fallback."""
         if self.trainable is not None:
             return self.trainable.learned_plan()
         return self.plan(None if fallback is None else fallback.reasons())
@@ -281,22 +281,22 @@ class ModelSession:
     def measure(
         self, model: nn.Module, measure: str, granularity: str, loss: Loss | None, metric: Metric | None
     ) -> nn.Module:
-        """Return the proxy that measures; see ``Quantizer.amp``."""
+        """Return the proxy that measures sensitivity; see ``Quantizer.amp``."""
         self.bind(model)
-        plan, free = self.fitted(model, self.decided()), self.trainable is None
-        deciding = self._deciding
-        alone = deciding.of_single_sites(plan) if free and isinstance(deciding, CalibrationSession) else None
-        tries = self._tries(plan) if free else None
+        plan, untrained = self.fitted(model, self.decided()), self.trainable is None
+        deciding = self._plan_source
+        alone = deciding.of_single_sites(plan) if untrained and isinstance(deciding, CalibrationSession) else None
+        tries = self._plan_search(plan) if untrained else None
         self.amp = SensitivitySession(
             self.trained(model), plan, measure, granularity, loss, metric, alone=alone, tries=tries
         )
         return self.amp.proxy
 
-    def _tries(self, plan: Plan) -> Callable[[], Callable[[Mapping[str, str]], Plan]]:
-        """Return what begins a search: a function from groups to ``plan`` with these in float, as it is frozen."""
+    def _plan_search(self, plan: Plan) -> Callable[[], Callable[[Mapping[str, str]], Plan]]:
+        """Return a function that begins a search; its result maps groups kept in float to the plan as it is frozen."""
 
         def begin() -> Callable[[Mapping[str, str]], Plan]:
-            deciding = self._deciding
+            deciding = self._plan_source
             correction = deciding.correction() if isinstance(deciding, CalibrationSession) else None
 
             def with_groups(groups: Mapping[str, str]) -> Plan:
@@ -309,16 +309,18 @@ class ModelSession:
     def replace(self, plan: Plan) -> None:
         """Use a plan with other scales from now on; a trained model stays the one that is quantized."""
         fingerprint, products, regions = self.fingerprint, self.products(), self.regions()
-        self.held = Held(plan=plan, products=products, regions=regions, fingerprint=fingerprint, scales_replaced=True)
+        self.fixed = FixedPlan(
+            plan=plan, products=products, regions=regions, fingerprint=fingerprint, scales_replaced=True
+        )
         if self.trainable is not None:
             self.trainable.replace(plan)
         self.amp = None
 
     @property
     def scales_replaced(self) -> bool:
-        """True if scales were loaded or ``qat`` was called, so that scales may differ from those of calibration."""
-        deciding = self._deciding
-        return self.trainable is not None or (isinstance(deciding, Held) and deciding.scales_replaced)
+        """True if scales were loaded or trained, so that they may differ from calibration."""
+        deciding = self._plan_source
+        return self.trainable is not None or (isinstance(deciding, FixedPlan) and deciding.scales_replaced)
 
     def effective_plan(self) -> Plan:
         """Return the plan after the fallback."""
@@ -328,38 +330,37 @@ class ModelSession:
         return plan if self.fallback is None else without_groups(plan, self.fallback.reasons())
 
     def refitted(self) -> Plan:
-        """Return the plan of all groups, its biases corrected for the groups that fell back to float."""
+        """Return the plan of all groups, with biases corrected for the fallback."""
         plan = self.decided()
         if self.fallback is None:
             return plan
         if not {*self.fallback.groups, *self.fallback.slower} <= set(operands_of(plan)):
-            # After more data other operands may share a range, which changes the groups.
-            self.put_back(fallback_for_target(self.fallback, self._chosen_in, None, plan), plan)
+            # With more data, other operands may share a range, which changes the groups.
+            self.use_fallback(fallback_for_target(self.fallback, self._chosen_in, None, plan), plan)
         return self.decided(self.fallback)
 
-    def choose(self, amp: nn.Module | None, *, latency_costs: LatencyCosts | None, **asked: Any) -> Fallback:
-        """Choose groups to keep in float, by what ``amp`` measured or by ``latency_costs`` alone; see
-        ``Quantizer.fallback``."""
+    def choose(self, amp: nn.Module | None, *, latency_costs: LatencyCosts | None, **options: Any) -> Fallback:
+        """Choose groups to keep in float, by the ranking of ``amp`` or by latency costs; see ``Quantizer.fallback``."""
         if amp is None and latency_costs is not None:
-            return self.put_back(Fallback(groups=(), asked="latency_costs", slower=latency_costs.slower()))
+            return self.use_fallback(Fallback(groups=(), asked="latency_costs", slower=latency_costs.slower()))
         if self.amp is None or amp is not self.amp.proxy:
             raise ProxyError("fallback() takes the proxy that amp() of this same Quantizer returned last")
-        return self.put_back(self.amp.fallback(latency_costs=latency_costs, **asked), self.amp.measured_plan)
+        return self.use_fallback(self.amp.fallback(latency_costs=latency_costs, **options), self.amp.measured_plan)
 
-    def put_back(self, fallback: Fallback, plan: Plan | None = None) -> Fallback:
-        """Use a fallback of ``plan`` (None: of the plan of calibration) from now on, and return it."""
+    def use_fallback(self, fallback: Fallback, plan: Plan | None = None) -> Fallback:
+        """Use a fallback of ``plan`` (None: the calibrated plan) from now on, and return it."""
         self.fallback, self._chosen_in = fallback, self.decided() if plan is None else plan
         if get_world_size() > 1:
-            # All ranks are here. Later one alone may ask for the plan, which takes passes of all.
+            # All ranks call this now. Later, one rank alone may need the plan, which takes passes of all ranks.
             self.refitted()
         return fallback
 
     def clear_fallback(self) -> None:
-        """Quantize all groups again, those too that another quantizer kept in float."""
+        """Quantize all groups again, including those that another quantizer kept in float."""
         self.fallback = self._carried = None
 
     def is_working_proxy(self, proxy: nn.Module) -> bool:
-        """Return whether ``proxy`` is the session's proxy of ``calib``, ``amp`` or ``qat``."""
+        """Return whether ``proxy`` is the current proxy of ``calib``, ``amp`` or ``qat``."""
         stages = (self.calibration, self.amp, self.trainable)
         return any(stage is not None and proxy is stage.proxy for stage in stages)
 
@@ -392,7 +393,7 @@ class ModelSession:
         )
 
     def document(self) -> dict[str, Any]:
-        """Return the state that is saved beside the plan and the products, as plain values."""
+        """Return the state as plain values, which are saved beside the plan and the matrix multiplications."""
         return {
             "config": self._config.model_dump(mode="json"),
             "scales_replaced": self.scales_replaced,
@@ -402,7 +403,7 @@ class ModelSession:
         }
 
     def _fingerprint(self) -> Fingerprint | None:
-        """Return the checksum of the weights in calibration, or of the trained weights after a training."""
+        """Return the checksum of the calibrated weights, or of the trained weights after a training."""
         return self.fingerprint if self.trainable is None else Fingerprint.of(self.trainable.model)
 
     def load(
@@ -413,9 +414,9 @@ class ModelSession:
         observed: bytes | None = None,
     ) -> None:
         """Restore a saved state; see ``document`` for the plain values."""
-        self._calibrated(None)
+        self._use_calibration(None)
         self._saved = observed
-        self.held = Held(
+        self.fixed = FixedPlan(
             plan=plan,
             products=products,
             regions=Float32Modules.from_plain(document["regions"]),
@@ -423,36 +424,35 @@ class ModelSession:
             scales_replaced=document["scales_replaced"],
         )
         if document["fallback"] is not None:
-            self.put_back(Fallback.from_document(document["fallback"]), plan)
+            self.use_fallback(Fallback.from_document(document["fallback"]), plan)
 
     def coverage(self) -> Coverage:
-        """Return the coverage: all sites, and the products that torch computed in calibration."""
-        whole = self.refitted()
-        final = self._after_fallback(whole)
-        back = [path for path, entry in whole.items() if entry.quantized and not final[path].quantized]
+        """Return the coverage: all sites, and the matrix multiplications that torch computed in calibration."""
+        full_plan = self.refitted()
+        final = self._after_fallback(full_plan)
+        fallback_sites = [path for path, entry in full_plan.items() if entry.quantized and not final[path].quantized]
         regions = self.regions()
-        return Coverage(final, self._skipped, self.products(), back, self._patches, regions)
+        return Coverage(final, self._skipped, self.products(), fallback_sites, self._patches, regions)
 
     def sensitivity(self) -> Sensitivity:
-        """Return the groups, ranked."""
+        """Return the ranking of the groups."""
         if self.amp is None:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returns on data first")
         return Sensitivity(self.amp.ranking(), self.fallback, self.amp.measure)
 
-    # -- facts of a state -----------------------------------------------------------------------------------------
+    # -- properties of the state ----------------------------------------------------------------------------------
 
     def plan(self, in_float: Mapping[str, str] | None = None, correction: BiasCorrection | None = None) -> Plan:
-        """Return the plan of all groups; see ``CalibrationSession.decide`` for groups that are float."""
-        match deciding := self._deciding:
-            case Held():
+        """Return the plan of all groups; ``in_float`` as in ``CalibrationSession.decide``."""
+        match deciding := self._plan_source:
+            case FixedPlan():
                 return deciding.plan
             case CalibrationSession():
                 with ordinary_tensors():
                     return deciding.decide(in_float, correction)
             case Inherited():
                 raise CalibrationError(
-                    "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the "
-                    "model: call quantize(model) first"
+                    "this Quantizer has no plan yet, because it does not know the model: call quantize(model) first"
                 )
             case None:
                 raise CalibrationError(
@@ -460,30 +460,30 @@ class ModelSession:
                 )
 
     def products(self) -> tuple[CountedProduct, ...]:
-        """Return the products that torch computed in calibration."""
-        return () if (deciding := self._deciding) is None else deciding.products
+        """Return the matrix multiplications that torch computed in calibration."""
+        return () if (deciding := self._plan_source) is None else deciding.products
 
     def regions(self) -> Float32Modules:
-        """Return the modules whose values float16 cannot hold; none for a model that was quantized in place."""
-        return Float32Modules() if (deciding := self._deciding) is None else deciding.regions
+        """Return the modules whose values exceed float16; none for a model that was quantized in place."""
+        return Float32Modules() if (deciding := self._plan_source) is None else deciding.regions
 
     @property
     def fingerprint(self) -> Fingerprint | None:
         """The checksum of the weights in calibration; None without a calibration."""
-        return None if (deciding := self._deciding) is None else deciding.fingerprint
+        return None if (deciding := self._plan_source) is None else deciding.fingerprint
 
     @property
     def has_plan(self) -> bool:
         """True if there is a plan."""
-        return self.held is not None or (self.calibration is not None and self.calibration.has_any)
+        return self.fixed is not None or (self.calibration is not None and self.calibration.has_any)
 
     def described(self) -> str:
         """Return the state in a few words, without making a plan and without communication between ranks."""
-        match deciding := self._deciding:
+        match deciding := self._plan_source:
             case CalibrationSession() if deciding.has_begun:
                 batches, rows, sites = deciding.extent()
                 return f"calibrated on {f'{rows} samples' if rows else f'{batches} batches'}, {sites} sites"
-            case Held():
+            case FixedPlan():
                 return f"{'scales loaded' if deciding.scales_replaced else 'calibrated'}, {len(deciding.plan)} sites"
             case Inherited():
                 return "calibrated for another backend, no model yet"
@@ -491,21 +491,21 @@ class ModelSession:
                 return "not calibrated"
 
     def seen(self) -> bytes | None:
-        """Return the statistics of calibration as the bytes of a folder; None: there are none."""
+        """Return the statistics of calibration as the bytes of a folder; None if there are none."""
         if self.calibration is not None:
             return self.calibration.seen()
         return self._saved if self.inherited is None else self.inherited.snapshot
 
     def _sizes(self) -> DataSizes | None:
-        """Return the open axes and the sizes of what calibration saw; None: nothing, or always one size."""
+        """Return the dynamic axes and the sizes in the calibration data; None without data."""
         if self.calibration is not None:
             return DataSizes.of_shapes(self.calibration.observation().inputs)
         return None if (snapshot := self.seen()) is None else DataSizes.of_shapes(seen_inputs(snapshot))
 
     @property
-    def _deciding(self) -> Held | CalibrationSession | Inherited | None:
+    def _plan_source(self) -> FixedPlan | CalibrationSession | Inherited | None:
         """Source of the plan; None without a calibration."""
-        held, session = self.held, self.calibration
-        if held is not None and not (held.until_new and session is not None and session.has_new):
-            return held
+        fixed, session = self.fixed, self.calibration
+        if fixed is not None and not (fixed.until_new and session is not None and session.has_new):
+            return fixed
         return self.inherited if session is None else session

@@ -1,4 +1,8 @@
-"""``Quantizer``: the facade of all stages for one model, configured by YAML."""
+"""The public class ``Quantizer``.
+
+It holds the configuration and the state of one model. Each method runs one step of the workflow: calibration,
+sensitivity analysis, fallback, QAT, quantization, ONNX export, engine build.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +47,29 @@ logger = logging.getLogger(__name__)
 
 
 class Quantizer:
-    """Calibration, sensitivity, training and quantization of one model or ``ExportedProgram``, through proxies of it.
+    """Calibrate, analyze, train and quantize one PyTorch model or ``ExportedProgram``.
+
+    The methods work on proxies: copies that share the model's parameters. Only ``qat`` changes the model.
+
+    Example::
+
+        quantizer = Quantizer(backend="openvino", exclude={"names": ["classifier"]})
+        quantizer.calibrate(model, batches)
+        int8_model = quantizer.quantize(model)
+        quantizer.export(int8_model, "model.onnx", example=batches[0])
 
     Args:
-        source: a YAML file (of a run, or a ``quantizer:`` section alone), a mapping, a ``QuantizerConfig``, or None.
-        keywords: fields of ``QuantizerConfig`` that override those of ``source``:
-            ``Quantizer(backend="openvino", exclude={"names": ["classifier"]})``.
+        source: a YAML file (of a run, or a ``quantizer:`` section alone), a mapping, a ``QuantizerConfig``, or None for
+            the defaults.
+        keywords: fields of ``QuantizerConfig``, which override those of ``source``.
 
     Attributes:
-        ranked: the ranking of a run that saved this quantizer, shown until it measures or calibrates itself; None: it
-            comes from no run, or the run measured none.
+        config: the validated configuration, with a concrete backend in place of ``auto``.
+        ranked: the sensitivity ranking of the run that saved this quantizer. None if there is none. ``sensitivity``
+            returns it until ``amp`` or ``calib`` is called.
 
     Raises:
-        ConfigError: the configuration has problems; all of them are listed.
+        ConfigError: the configuration is invalid. The message lists all problems.
     """
 
     def __init__(
@@ -72,22 +86,35 @@ class Quantizer:
         return f"Quantizer(backend={self.config.backend!r}, {self._session.described()}{kept})"
 
     def proxy(self, model: Model) -> nn.Module:
-        """Return a proxy with every quantizer off: it equals the model bit for bit, and has its train or eval mode."""
+        """Return a proxy with all quantizers off: its outputs equal those of the model bit for bit.
+
+        It has the model's train or eval mode. Use it to check that the rewritten source computes the same::
+
+            assert torch.equal(quantizer.proxy(model)(x), model(x))
+        """
         with ordinary_tensors():
             return build_proxy(module_of(model), eager_attention=False)
 
     def calib(self, model: Model, *, resume: bool = False) -> nn.Module:
-        """Return a proxy that returns the float outputs (with eager attention) and observes all batches.
+        """Return a proxy that computes in float and observes the ranges of all batches that run through it.
 
-        It is in eval mode; the mode of the model does not change. A second call starts a new calibration;
-        ``resume=True`` continues the last one, also that of the folder from which this quantizer was loaded.
+        The proxy is in eval mode and uses eager attention. The mode of the model does not change::
+
+            proxy = quantizer.calib(model)
+            with torch.no_grad():
+                for batch in loader:
+                    proxy(**batch)
 
         Under ``torch.distributed`` each rank calibrates on its own data, and all ranks must make the same later calls.
+
+        Args:
+            model: the float model.
+            resume: continue the last calibration, also that of a loaded folder, instead of starting a new one.
 
         Raises:
             ProxyError: this quantizer is bound to another model.
             ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
-            CalibrationError: ``resume=True`` without an earlier calibration, or with that of another model.
+            CalibrationError: ``resume=True`` without an earlier calibration, or with the calibration of another model.
         """
         with ordinary_tensors():
             return self._session.calibration_proxy(module_of(model), resume=resume)
@@ -102,39 +129,45 @@ class Quantizer:
         progress: bool | None = None,
         split: bool = False,
     ) -> nn.Module:
-        """Run all of ``batches`` through ``calib(model)``, without gradients.
+        """Calibrate on ``batches`` without gradients, and return the proxy of ``calib(model)``.
 
-        A batch counts as a whole or not at all. If one fails, or the call is interrupted, an earlier calibration stays
-        in use; a first one, or one with ``resume=True``, keeps its complete batches and can be resumed.
+        Example::
+
+            quantizer.calibrate(model, train_loader, samples=256)
+
+        Each batch counts completely or not at all. If a batch fails or the call is interrupted, the earlier calibration
+        stays in use. A first calibration and one with ``resume=True`` keep their complete batches and can be resumed.
 
         Args:
-            batches: a loader or iterable of batches, each a mapping (keyword arguments), a tuple or list (positional),
-                or one tensor, with or without a label; a ``Dataset``; a tensor or array of samples. See ``batches_of``.
-            samples: at most this many samples, of data that has more or no end.
-            resume: as in ``calib``.
+            model: the float model.
+            batches: a loader or iterable of batches, a ``Dataset``, or a tensor or array of samples. A batch is a
+                mapping (keyword arguments), a tuple or list (positional arguments) or one tensor, with or without a
+                label.
+            samples: the largest number of samples to read; None: all.
+            resume: continue the last calibration, as in ``calib``.
             progress: whether to show a progress bar; None: only in a terminal.
-            split: all ranks of ``torch.distributed`` are given the same batches, and each runs its part of them.
+            split: all ranks of ``torch.distributed`` get the same batches, and each rank runs its share of them.
 
         Raises:
-            CalibrationError: there is no data or it fails, a batch does not run through the model, or values are NaN.
+            CalibrationError: the data is empty, a batch does not run through the model, or values are NaN.
         """
         with ordinary_tensors():
-            with nullcontext() if resume else self._session.replaced_as_a_whole():
+            with nullcontext() if resume else self._session.restored_on_failure():
                 proxy = self.calib(model, resume=resume)
                 calibration = self._session.calibration
                 assert calibration is not None
-                dealt = calibration.dealt()
-                mine = dealt.is_mine if split else lambda batch: True
-                count = run_batches(proxy, batches, progress, samples=samples, doubt=True, is_mine=mine)
+                distribution = calibration.dealt()
+                is_mine = distribution.is_mine if split else lambda batch: True
+                count = run_batches(proxy, batches, progress, samples=samples, doubt=True, is_mine=is_mine)
                 # Without ``split`` a rank may have no data, and not call this at all.
-                together = split or get_world_size() == 1
-                if count == 0 and together:
+                all_ranks_call = split or get_world_size() == 1
+                if count == 0 and all_ranks_call:
                     raise CalibrationError("the calibration data is empty: at least one batch is needed")
                 if split:
-                    dealt.check()
-            if together:
-                (seen,) = all_reduce_sum([calibration.extent()[1]])
-                warn_user(doubts_of_calibration(module_of(model), int(seen)))
+                    distribution.check()
+            if all_ranks_call:
+                (sample_count,) = all_reduce_sum([calibration.extent()[1]])
+                warn_user(doubts_of_calibration(module_of(model), int(sample_count)))
                 calibration.warn_of_constants()
             return proxy
 
@@ -148,15 +181,28 @@ class Quantizer:
         metric: Score | None = None,
         higher_is_better: bool = True,
     ) -> nn.Module:
-        """Return a proxy that returns the float outputs and measures, at each call, the error of each group of sites.
+        """Return a proxy that measures the sensitivity of each precision group on the data that runs through it.
+
+        Its outputs are those of the float model. ``sensitivity`` then ranks the groups::
+
+            proxy = quantizer.amp(model)
+            for batch in batches:
+                proxy(**batch)
+            print(quantizer.sensitivity)
+
+        | ``measure`` | error of a group | work |
+        |---|---|---|
+        | ``gradient`` | second-order estimate of the divergence of the output | one backward pass |
+        | ``output`` | divergence of the output | one forward pass per group |
+        | ``local`` | relative error at the sites | one forward pass |
+        | ``metric`` | drop of ``metric`` on its own data | one evaluation per group |
 
         Args:
-            measure: ``gradient`` (a second-order estimate of the output's divergence: one backward pass), ``output``
-                (the divergence itself: a pass for each group), ``local`` (the relative error at the sites) or
-                ``metric`` (the drop of the metric on its own data: an evaluation for each group).
+            model: the float model.
+            measure: one of the table.
             granularity: ``group`` (the smallest unit that can change precision), ``layer`` or ``block``.
-            loss: for ``gradient``: a function of the output that gives a scalar; None: the output's divergence.
-            metric: for ``metric``: a function of a model that gives its score.
+            loss: for ``gradient``: a function from the output to a scalar; None: the divergence of the output.
+            metric: for ``metric``: a function from a model to its score.
             higher_is_better: whether a higher score is better.
 
         Raises:
@@ -164,8 +210,8 @@ class Quantizer:
             SensitivityError: the measure or granularity is unknown, or an argument belongs to another measure.
         """
         with ordinary_tensors():
-            wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-            return self._session.measure(module_of(model), measure, granularity, loss, wrapped)
+            score_metric = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
+            return self._session.measure(module_of(model), measure, granularity, loss, score_metric)
 
     def fallback(
         self,
@@ -184,65 +230,95 @@ class Quantizer:
         cache: str | os.PathLike[str] | None = None,
         tell: Tell | None = None,
     ) -> Fallback:
-        """Let groups fall back to float, chosen by one of ``num``, ``ratio``, ``names``, ``max_drop``, ``min_speedup``.
+        """Choose groups that fall back to float, by ``num``, ``ratio``, ``names``, ``max_drop`` or ``min_speedup``.
 
-        A second call replaces the first. With ``latency_costs`` those groups fall back, too, that low precision makes
-        slower.
+        Example::
+
+            quantizer.fallback(proxy, num=4)  # the proxy that amp() returned
+            quantizer.fallback(proxy, max_drop=0.01, metric=accuracy)
+
+        Pass one of the five. A second call replaces the first. With ``latency_costs``, groups that are slower in low
+        precision also fall back.
 
         Args:
-            amp: the proxy that ``amp()`` returned; None: only those fall back that ``latency_costs`` finds slower.
-            num: how many of the most sensitive groups fall back.
-            ratio: the share of all groups that fall back.
+            amp: the proxy that ``amp()`` returned; None: only the groups that ``latency_costs`` shows to be slower fall
+                back.
+            num: the number of most sensitive groups that fall back.
+            ratio: the share of all groups that fall back, 0 to 1.
             names: groups, or patterns of modules, sites and operands (``encoder.layer.0``, ``**.forward.add_0``).
-            max_drop: how much worse than the float model's the score may be, or below 0 how much better it has to be;
-                where no plan is, the one with the smallest drop falls back (``Fallback.met``).
-            min_speedup: how many times as fast as in float the plan has to be, by ``latency_costs``: the most
-            accurate such. metric: for ``max_drop``: a function of a model that gives its score.
+            max_drop: the largest accepted drop of the score below the float model's; a negative value demands a gain.
+                If no choice meets it, the one with the smallest drop is used, and ``Fallback.met`` is False.
+            min_speedup: the least speedup over float by ``latency_costs``; the most accurate choice that reaches it is
+                used.
+            metric: for ``max_drop``: a function from a model to its score.
             higher_is_better: whether a higher score is better.
-            max_evaluations: the largest number of calls of the metric.
-            costs: of groups in float, by name, or ``multiply_adds``: those with the highest error for their cost fall
-                back first; None: for ``max_drop`` the times in ``latency_costs``, else 1 for each.
-            latency costs: what ``measure_latency_costs`` returned for this quantizer.
-            cache: for ``max_drop``: a folder for scores, with which an interrupted search continues.
-            tell: for ``max_drop``: called after each score, with the groups that were float and the drop.
+            max_evaluations: the largest number of calls of ``metric``.
+            costs: the cost of each group in float by name, or ``multiply_adds``. Groups with the highest error per cost
+                fall back first. None: the times in ``latency_costs`` for ``max_drop``, otherwise 1 for each group.
+            latency_costs: the result of ``measure_latency_costs`` for this quantizer.
+            cache: for ``max_drop``: a folder that stores scores, so that an interrupted search can continue.
+            tell: for ``max_drop``: a callback after each score, with the groups that were in float and the drop.
 
         Raises:
-            SensitivityError: nothing went through ``amp``, an argument is out of bounds, or the metric gives no number.
-            ProxyError: ``amp`` is not the proxy that this quantizer's ``amp()`` returned last.
+            SensitivityError: no data ran through ``amp``, an argument is out of bounds, or the metric returns no
+                number.
+            ProxyError: ``amp`` is not the proxy that the last ``amp()`` of this quantizer returned.
         """
         with ordinary_tensors():
-            wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-            by = {"num": num, "ratio": ratio, "names": names, "max_drop": max_drop, "min_speedup": min_speedup}
+            score_metric = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
+            choice = {"num": num, "ratio": ratio, "names": names, "max_drop": max_drop, "min_speedup": min_speedup}
             search = {"max_evaluations": max_evaluations, "cache": cache, "tell": tell}
-            return self._session.choose(amp, latency_costs=latency_costs, metric=wrapped, costs=costs, **search, **by)
+            return self._session.choose(
+                amp, latency_costs=latency_costs, metric=score_metric, costs=costs, **search, **choice
+            )
 
     def clear_fallback(self) -> None:
-        """Undo ``fallback``, and what ``for_backend`` carried over: all groups of the plan are quantized again."""
+        """Quantize all groups of the plan again.
+
+        It undoes ``fallback`` and the fallback that ``for_backend`` copied::
+
+            quantizer.clear_fallback()
+        """
         self._session.clear_fallback()
 
     def qat(self, model: Model, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
-        """Return a proxy to train: it rounds as the engine will, and gradients pass through the rounding.
+        """Return a proxy for quantization-aware training (QAT), which rounds as the engine does.
 
-        Training changes the model, whose parameters it shares; no other method does. What fell back is trained in
-        float. A second call starts from the ranges of calibration again, with the model's current weights.
+        Example::
+
+            proxy = quantizer.qat(model)
+            optimizer = torch.optim.AdamW(proxy.parameters(), lr=1e-5)
+            ...  # the usual training loop
+            int8_model = quantizer.quantize(model)
+
+        The rounding passes gradients straight through. The proxy shares its parameters with the model, so training
+        changes the model. Groups that fell back are trained in float. A second call starts from the calibrated ranges
+        again, with the current weights of the model.
 
         Args:
-            model: the float model; the proxy is in its train or eval mode.
-            scales: ``fixed`` (those of calibration, or of the first training batches if nothing was calibrated),
-                ``average`` (they follow the values in training, at each ``Schedule.at``) or ``learned`` (parameters of
-                the proxy, trained with the weights); or a mapping from patterns of sites and operands to these.
-            copy: train a copy; ``quantize(model)`` then returns the trained copy, and the model does not change.
+            model: the float model. The proxy has its train or eval mode.
+            scales: ``fixed``, ``average`` (scales follow the values in training, at each ``Schedule.at``), ``learned``
+                (scales are parameters of the proxy), or a mapping from patterns of sites and operands to these words.
+                Fixed scales come from calibration, or from the first training batches if nothing was calibrated.
+            copy: train a copy. ``quantize(model)`` then returns the trained copy, and the model does not change.
 
         Raises:
-            ProxyError: ``model`` is a proxy, such as a frozen one: train first, and quantize afterwards.
-            CalibrationError: scales are to change in training, and nothing was calibrated yet.
-            ConfigError: a kind of scales is unknown, or a pattern matches nothing.
+            ProxyError: ``model`` is a proxy, such as a frozen one. Train first and quantize afterwards.
+            CalibrationError: ``average`` or ``learned`` scales, and nothing was calibrated yet.
+            ConfigError: ``scales`` has an unknown word, or a pattern that matches nothing.
         """
         with ordinary_tensors():
             return self._session.train(module_of(model), scales, own=copy)
 
     def quantize(self, model: Model) -> nn.Module:
-        """Return the frozen proxy, in eval mode: fixed ranges, and the weights, trained or not, stored as integers.
+        """Return the quantized model: a frozen proxy in eval mode, with fixed ranges and integer weights.
+
+        Example::
+
+            int8_model = quantizer.quantize(model)
+            logits = int8_model(**batch)
+
+        It simulates the engine in PyTorch. Export it with ``export``, or run integer kernels with ``lower``.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
@@ -251,18 +327,28 @@ class Quantizer:
             return self._session.frozen(module_of(model))
 
     def for_backend(self, name: str, *, ranges: str | None = None) -> Quantizer:
-        """Return a quantizer for the backend ``name``, from this one's calibration: no data is needed again.
+        """Return a quantizer for another backend that reuses this calibration, so no data is needed.
 
-        Its plan equals, bit for bit, that of a quantizer configured for that backend and calibrated on the same data.
-        What fell back is float there too, with its groups of that backend; what ``amp`` measured is not copied.
-        A backend that needs the ranges of results of convolutions, which this one's does not observe, is warned of.
-        ``ranges`` (static or dynamic) replaces ``activations.ranges``. A loaded quantizer has no data: ranges that were
-        chosen by running it stay, biases are not corrected, and a warning says both. Call ``quantize(model)`` first.
+        Example::
+
+            gpu = quantizer.for_backend("tensorrt")
+            gpu.export(gpu.quantize(model), "gpu.onnx", example=batch)
+
+        Call ``quantize(model)`` on it first. Its plan equals, bit for bit, that of a quantizer for that backend
+        calibrated on the same data. The fallback is copied; the sensitivity ranking is not. A warning says if the
+        backend needs ranges that this calibration did not observe.
+
+        A loaded quantizer has no data: ranges that were chosen by running data stay as they are, and biases are not
+        corrected. A warning says both.
+
+        Args:
+            name: the backend.
+            ranges: ``static`` or ``dynamic``, in place of ``activations.ranges``.
 
         Raises:
-            ConfigError: the backend is unknown, or cannot compute in a format of the configuration.
-            CalibrationError: nothing was calibrated yet, the folder from which this quantizer was loaded has no
-                statistics, or scales were loaded or trained.
+            ConfigError: the backend is unknown, or does not support a format of the configuration.
+            CalibrationError: nothing was calibrated, the loaded folder has no statistics, or scales were loaded or
+                trained.
         """
         with ordinary_tensors():
             activations = self.config.activations.model_dump() | ({"ranges": ranges} if ranges else {})
@@ -273,7 +359,7 @@ class Quantizer:
             return other
 
     def _unobserved_results(self, other: QuantizerConfig) -> Iterator[str]:
-        """Yield a warning where the target of ``other`` needs ranges that this calibration did not observe."""
+        """Yield a warning if the target of ``other`` needs ranges of convolution outputs, which were not observed."""
         needed = other.target.quantizes_outputs and not self.config.target.quantizes_outputs
         count = sum(entry.kind == "conv" and entry.quantized for entry in self._session.decided().values())
         if needed and count:
@@ -284,21 +370,34 @@ class Quantizer:
             )
 
     def inherit(self, other: Quantizer) -> None:
-        """Take the calibration of ``other``; of an equal configuration plan and ranking too: calibrate neither then."""
+        """Take the calibration of ``other``, and share its plan and ranking if the configurations are equal.
+
+        Calibrate neither quantizer afterwards::
+
+            second = Quantizer(first.config)
+            second.inherit(first)
+        """
         with ordinary_tensors():
             self._session.inherit_from(other._session, other.config.backend, share=True)
 
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:
-        """Replace the scales of calibration by other ones, until the next ``calib``.
+        """Replace calibrated scales, until the next ``calib``.
 
-        The quantized operands and the fallback stay the same; the errors that ``amp`` measured are dropped.
+        Example::
+
+            scales = quantizer.scales()
+            scales["fc.input"] *= 0.9
+            quantizer.load_scales(scales)
+
+        The quantized operands and the fallback stay the same. The sensitivity ranking is dropped.
 
         Args:
-            scales: by ``SITE.OPERAND``, as ``scales()`` returns them: [], or [C] for a weight with a scale for each
-                output channel. Operands that are not named keep their scales; operands that read one tensor share one.
+            scales: tensors by ``SITE.OPERAND``, as ``scales()`` returns them: [], or [C] for a weight with one scale
+                per output channel. Operands without an entry keep their scales. Operands that read the same tensor
+                share one scale.
 
         Raises:
-            CalibrationError: nothing was calibrated yet, or scales are invalid: all of these are listed.
+            CalibrationError: nothing was calibrated yet, or scales are invalid. The message lists all of them.
         """
         with ordinary_tensors():
             self._session.replace(with_scales(self._session.refitted(), scales, self.config.target.torch_dtype))
@@ -312,17 +411,24 @@ class Quantizer:
         opset: int | None = None,
         dynamic_axes: Mapping[str, Mapping[int, str]] | DataSizes | None = None,
     ) -> Path:
-        """Write the frozen proxy as Q/DQ ONNX for ``config.backend``, or a float model to compare it with.
+        """Write a quantized model as Q/DQ ONNX for ``config.backend``, or a float model to compare it with.
+
+        Example::
+
+            quantizer.export(quantizer.quantize(model), "model.onnx", example=batch)
 
         Args:
-            quant_model: the frozen proxy that ``quantize()`` returned, or a float model.
+            quant_model: the model that ``quantize()`` returned, or a float model.
             path: the ``.onnx`` file.
-            example: one batch, as for ``calibrate``; its values do not matter.
+            example: one batch, as for ``calibrate``. Its values do not matter.
             opset: the ONNX opset; None: the target's, or a later one if a format needs it.
-            dynamic_axes: input name to {axis: dimension name}; None: axis 0 of every input is ``batch``, each axis
-                whose size varied in the calibration is open, and axis 1 of every matrix of integers [B, S] is
-                ``sequence``, or ``NAME_sequence`` if it has another length. An axis 1 of length 1 is fixed, and so is
-                an axis 0 whose length is not that of the first input.
+            dynamic_axes: dynamic axes as input name to {axis: dimension name}; None: see below.
+
+        Without ``dynamic_axes``, an axis is dynamic in these cases:
+
+        - Axis 0 is ``batch``, if it has the length of the first input's axis 0.
+        - Each axis whose size varied in calibration.
+        - Axis 1 of each integer matrix [B, S] longer than 1 is ``sequence``, or ``NAME_sequence`` for another length.
 
         Raises:
             ProxyError: ``quant_model`` is the proxy of ``calib()``, ``amp()`` or ``qat()``.
@@ -342,16 +448,20 @@ class Quantizer:
     ) -> BuildResult:
         """Build an engine of ``config.backend`` from an ONNX file.
 
+        Example::
+
+            quantizer.build("model.onnx", "model.engine")
+
         Args:
             onnx: the file that ``export`` wrote.
             engine: the file to write.
-            dynamic: (minimum, optimum, maximum) of each dimension by name, for TensorRT; None: batch 1, 8, 32 and
+            dynamic: (minimum, optimum, maximum) size of each dimension by name, for TensorRT; None: batch 1, 8, 32 and
                 sequence 16, 128, 512.
-            compute_capability: the GPU to build for ahead of time (``sm89``), or several; TensorRT-RTX only.
+            compute_capability: the GPU or GPUs to build for ahead of time (``sm89``); TensorRT-RTX only.
 
         Raises:
             EngineError: the engine cannot be built.
-            MissingDependencyError: the engine's library is not installed.
+            MissingDependencyError: the library of the engine is not installed.
         """
         from quantizer.engines import BuildOptions, build_engine
 
@@ -360,9 +470,14 @@ class Quantizer:
         return build_engine(self.config.backend, Path(onnx), Path(engine), options)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write configuration, plan, ranges, histograms and fallback to a folder: YAML and safetensors.
+        """Save configuration, plan, ranges, histograms and fallback in a folder, as YAML and safetensors.
 
-        A folder is replaced only if ``save`` wrote it and it holds nothing else.
+        Example::
+
+            quantizer.save("calibrated")
+            quantizer = Quantizer.load("calibrated")
+
+        An existing folder is replaced only if ``save`` wrote it and it contains nothing else.
 
         Raises:
             QuantizerError: nothing was calibrated yet, or the folder cannot be written or must not be replaced.
@@ -372,44 +487,64 @@ class Quantizer:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
-        """Return the quantizer that ``save`` wrote; its ``quantize()`` returns the same model, bit for bit.
+        """Return the quantizer that ``save`` wrote; its ``quantize()`` returns the same model bit for bit.
 
-        ``calib(model, resume=True)`` continues the calibration exactly, except that ranges which are chosen by running
-        batches are chosen on the new batches, and biases corrected by them: the folder holds none.
+        Example::
+
+            int8_model = Quantizer.load("calibrated").quantize(model)
+
+        ``calib(model, resume=True)`` continues the calibration. The folder contains no batches, so algorithms that run
+        batches (range search, bias correction) use only the new ones.
 
         Raises:
-            QuantizerError: the folder was not written by ``save``, or is damaged.
+            QuantizerError: ``save`` did not write the folder, or the folder is damaged.
         """
         with ordinary_tensors():
-            plan, products, document, observed = load_state(folder)
+            plan, products, document, statistics = load_state(folder)
             try:
                 loaded = cls(document["config"])
-                loaded._session.load(plan, products, document, observed)
+                loaded._session.load(plan, products, document, statistics)
             except QuantizerError as error:
-                raise QuantizerError(f"{folder} cannot be taken up: {error}") from error
+                raise QuantizerError(f"{folder} cannot be loaded: {error}") from error
             return loaded
 
     def inspect(self, model: Model) -> Coverage:
-        """Return the coverage of a model before calibration: its sites, and which of them rules leave out."""
+        """Return the coverage of a model before calibration: its sites, and which of them the rules exclude.
+
+        Example::
+
+            print(Quantizer().inspect(model))
+        """
         proxy = proxied_copy(settings_of(self.config), module_of(model))
         plan = make_plan(proxy, make_observation(proxy).seen)
         return Coverage(plan, proxy.skipped, patches=proxy.patches)
 
     def diff(self, model: Model) -> str:
-        """Return the changes of the model's source by the rewriting, as a unified diff."""
+        """Return the changes of the rewriting to the source of the model, as a unified diff.
+
+        Example::
+
+            print(quantizer.diff(model))
+        """
         return source_diff(module_of(model))
 
     def lower(self, model: Model) -> nn.Module:
-        """Return a model that computes with the integers of ``quantize(model)``, by kernels of torch, for inference.
+        """Return a model for inference that runs ``quantize(model)`` with torch's integer kernels.
 
-        The name is the compilers' word for this step: operations are replaced by those that a machine has. What is not
-        a site stays the model's own Python, with its control flow and its caches, so models that do not export are
-        lowered, too. On a CPU, INT8 linears and convolutions run in oneDNN's kernels; on a GPU, linears in
-        ``torch._int_mm``, and FP8 ones in ``torch._scaled_mm``, and ``torch.compile`` fuses what lies between. Sites
-        without a kernel keep the rounding of ``quantize(model)``; ``kernels`` says which, and why. Attention whose
-        products are not quantized is the model's own, fused or not.
+        Example::
 
-        To save it, save this quantizer; after ``Quantizer.load`` lower the model again.
+            fast = torch.compile(quantizer.lower(model))
+
+        | device | INT8 | FP8 |
+        |---|---|---|
+        | CPU | linears and convolutions in oneDNN | none |
+        | GPU | linears in ``torch._int_mm`` | linears in ``torch._scaled_mm`` |
+
+        All other code stays the Python of the model, with its control flow and caches, so models that do not export can
+        be lowered. Sites without a kernel keep the simulated rounding of ``quantize(model)``; ``kernels`` lists them
+        with the reason. Attention without quantized matrix multiplications stays as the model computes it.
+
+        To save the result, save this quantizer, and lower the model again after ``Quantizer.load``.
         """
         with ordinary_tensors():
             # Not at the top: nothing else of a quantizer needs the engines.
@@ -418,19 +553,29 @@ class Quantizer:
 
             widest = EXACT_QMAX if saturates() else None
             lowered = lower(self._session.frozen(module_of(model), fused=True), Lowering(widest=widest))
-            found = self.kernels(lowered)
-            if len(found) and not any(row.kernel for row in found):
-                logger.warning("lower() finds no kernel, so it gives what quantize() gives: %s", found[0].reason)
+            kernels = self.kernels(lowered)
+            if len(kernels) and not any(row.kernel for row in kernels):
+                logger.warning(
+                    "lower() finds no kernel, so the model computes as that of quantize(): %s", kernels[0].reason
+                )
             return lowered
 
     def kernels(self, lowered: nn.Module) -> Kernels:
-        """Return which kernel of torch computes each quantized site of a model that ``lower`` returned."""
+        """Return the torch kernel of each quantized site of a lowered model, or the reason why it has none.
+
+        Example::
+
+            print(quantizer.kernels(quantizer.lower(model)))
+        """
         return Kernels(kernels_of(lowered))
 
     def simulate(self, model: Model) -> nn.Module:
-        """Return the frozen proxy as the target runs it: its float part in half precision if the target's is.
+        """Return the quantized model with its float part in the float type of the target, such as float16.
 
-        Its scores predict those of the engine; it cannot be exported. In float32 targets it is the frozen proxy.
+        Its scores predict those of the engine. It cannot be exported. For a float32 target it equals
+        ``quantize(model)``::
+
+            score = accuracy(quantizer.simulate(model))
         """
         with ordinary_tensors():
             return simulate(
@@ -440,21 +585,26 @@ class Quantizer:
             )
 
     def scales(self) -> dict[str, Tensor]:
-        """Return the scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``."""
+        """Return the scale of every quantized operand by ``SITE.OPERAND``, float32 [] or [C].
+
+        Example::
+
+            torch.save(quantizer.scales(), "scales.pt")
+        """
         with ordinary_tensors():
             return scales_of(self._session.effective_plan())
 
     @property
     def coverage(self) -> Coverage:
-        """All sites, quantized or with the reason, and all matrix products that torch computed in calibration."""
+        """All sites with their state and reason, and all matrix multiplications that torch computed in calibration."""
         return self._session.coverage()
 
     @property
     def layers(self) -> Layers:
-        """One line for each layer that ran: formats, range, SQNR, share of the multiply-adds, and its sensitivity.
+        """A table with formats, range, SQNR in dB, share of the multiply-adds and sensitivity of each layer that ran.
 
-        ``layers.timed(latency_costs)`` has the times of ``measure_latency_costs`` too, and what each group would cost
-        in float.
+        ``layers.timed(latency_costs)`` adds the latencies of ``measure_latency_costs`` and the latency cost of each
+        group.
         """
         try:
             sensitivity = self.sensitivity
@@ -464,18 +614,30 @@ class Quantizer:
 
     @property
     def ranges(self) -> Ranges:
-        """The range of every operand."""
+        """The calibrated range of every operand."""
         return Ranges(self._session.effective_plan())
 
     def histogram(self, operand: str) -> OperandHistogram:
-        """Return the histogram of an operand (``SITE.OPERAND``) in calibration, with candidates for its range."""
+        """Return the histogram of an operand in calibration, with candidates for its range.
+
+        Example::
+
+            quantizer.histogram("fc.input")
+
+        Args:
+            operand: ``SITE.OPERAND``.
+        """
         calibration = self._session.calibration
-        seen = calibration.observation() if calibration is not None else None
-        return OperandHistogram(histogram_of(operand, self._session.effective_plan(), seen))
+        observation = calibration.observation() if calibration is not None else None
+        return OperandHistogram(histogram_of(operand, self._session.effective_plan(), observation))
 
     @property
     def sensitivity(self) -> Sensitivity:
-        """The groups, ranked by their errors."""
+        """The precision groups, ranked by the error that ``amp`` measured.
+
+        Raises:
+            SensitivityError: nothing was measured yet.
+        """
         session = self._session
         if self.ranked is not None and session.amp is None and session.calibration is None:
             return self.ranked
@@ -484,29 +646,43 @@ class Quantizer:
         except SensitivityError as error:
             if session.amp is not None or session.calibration is not None or not session.has_plan:
                 raise
-            where = "this quantizer was loaded, and its folder holds no ranking; report.json holds that of a run"
-            raise SensitivityError(f"{error}; {where}") from error
+            hint = "a saved quantizer contains no ranking; the ranking of a run is in its report.json"
+            raise SensitivityError(f"{error}; {hint}") from error
 
     def diagnose(self, model: Model, batches: Any, *, num: int = 3) -> Diagnoses:
-        """Return the groups that cost most, why, and the setting that mends each.
+        """Return the groups that reduce the SQNR of the output most, with the cause and the best fix of each.
 
-        A cost is the SQNR of the model's output with that group alone quantized. A gain is measured too: the model is
-        calibrated on ``batches`` with each setting that the configuration did not let it search by itself. The groups
-        that are looked at are the first of the ranking by ``amp()``, if that was measured by the output and for the
-        plan and the weights of now; otherwise they are ranked on ``batches``.
+        Example::
+
+            print(quantizer.diagnose(model, batches[:4]))
+
+        The cost of a group is the SQNR of the model's output with only this group quantized. The gain of a fix is
+        measured: the model is calibrated on ``batches`` with each candidate setting. The candidates come from the
+        ranking of ``amp()`` if it measured the output with the current plan and weights; otherwise they are ranked on
+        ``batches``.
+
+        Args:
+            model: the float model.
+            batches: a few calibration batches, as for ``calibrate``.
+            num: the number of groups.
+
+        Raises:
+            CalibrationError: ``batches`` is empty, or nothing was calibrated yet.
         """
         with ordinary_tensors():
             model = module_of(model)
-            given = list(batches_of(model, batches))
-            if not given:
-                raise CalibrationError("diagnose() measures on data: give a few calibration batches")
+            sample_batches = list(batches_of(model, batches))
+            if not sample_batches:
+                raise CalibrationError("diagnose() needs data: pass a few calibration batches")
             plan = self._session.fitted(model, self._session.effective_plan())
             amp = self._session.amp
-            # A ranking of another plan, or of other weights, tells nothing of this one.
-            now = self._session.fitted(model, self._session.decided())
-            holds = amp is not None and plan_digest(amp.measured_plan) == plan_digest(now)
-            ranked = [entry.group for entry in amp.by_output] if amp is not None and holds else []
-            return Diagnoses(diagnose_groups(self.config, self._session.trained(model), plan, given, num, ranked))
+            # A ranking of another plan or of other weights is not valid.
+            current_plan = self._session.fitted(model, self._session.decided())
+            is_current = amp is not None and plan_digest(amp.measured_plan) == plan_digest(current_plan)
+            ranked = [entry.group for entry in amp.by_output] if amp is not None and is_current else []
+            return Diagnoses(
+                diagnose_groups(self.config, self._session.trained(model), plan, sample_batches, num, ranked)
+            )
 
     @property
     def chosen_fallback(self) -> Fallback | None:
@@ -515,5 +691,5 @@ class Quantizer:
 
     @property
     def plan(self) -> Plan:
-        """The plan after the fallback: the decision for each site, by its name."""
+        """The decision for each site by its name, after the fallback."""
         return self._session.effective_plan()

@@ -1,4 +1,4 @@
-"""The step from a configuration to the settings of calibration, which knows no configuration."""
+"""Conversion of a configuration into the settings of calibration, which does not import the configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quantizer.plan.selection import Selection
 
 
 def settings_of(config: QuantizerConfig) -> Settings:
-    """Return the settings of a quantizer's configuration."""
+    """Return the calibration settings of a quantizer's configuration."""
     activations, weights = config.activations, config.weights
     return Settings(
         backend=config.backend,
@@ -19,8 +19,8 @@ def settings_of(config: QuantizerConfig) -> Settings:
         dtype=config.dtype,
         default=default_format(config),
         rules=tuple(
-            FormatRule(format=wanted, kinds=rule.kinds, sites=_selection(rule))
-            for wanted, rule in zip(rule_formats(config), config.formats, strict=True)
+            FormatRule(format=number_format, kinds=rule.kinds, sites=_selection(rule))
+            for number_format, rule in zip(rule_formats(config), config.formats, strict=True)
         ),
         include=_selection(config.include),
         exclude=_selection(config.exclude),

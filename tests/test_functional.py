@@ -55,13 +55,17 @@ MISUSES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "integer scale": ({"scale": torch.tensor(1)}, TypeError, "scale is torch.int64; expected float16, bfloat16"),
     "axis": ({"axis": 2}, ValueError, "axis=2 is out of range for a tensor with 2 axes"),
     "negative axis": ({"axis": -3}, ValueError, "axis=-3 is out of range for a tensor with 2 axes"),
-    "scale of an axis, no axis": ({"scale": torch.ones(8)}, ValueError, r"the scale of a tensor \[6, 8\] per tensor"),
-    "scale of one, no axis": ({"scale": torch.ones(1)}, ValueError, r"per tensor is \[\]; this one is \[1\]"),
-    "scale of another axis": ({"scale": torch.ones(8), "axis": 0}, ValueError, r"along axis 0 is \[6\]; this one is"),
+    "scale of an axis, no axis": ({"scale": torch.ones(8)}, ValueError, r"a tensor \[6, 8\] per tensor"),
+    "scale of one, no axis": (
+        {"scale": torch.ones(1)},
+        ValueError,
+        r"the shape \[1\]; .* per tensor needs \[\]",
+    ),
+    "scale of another axis": ({"scale": torch.ones(8), "axis": 0}, ValueError, r"along axis 0 needs \[6\]"),
     "scale of an axis for blocks": (
         {"scale": torch.ones(8), "axis": 1, "block_size": 4},
         ValueError,
-        r"along axis 1 in blocks of 4 is \[6, 2\]; this one is \[8\]",
+        r"the shape \[8\]; .* along axis 1 in blocks of 4 needs \[6, 2\]",
     ),
     "block without axis": ({"block_size": 4}, ValueError, "block_size=4 needs the axis that it divides"),
     "block that does not divide": (
@@ -80,7 +84,7 @@ MISUSES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "shape of the zero point": (
         {"zero_point": ZERO, "dtype": "uint8", "scale": torch.ones(6), "axis": 0},
         ValueError,
-        r"zero_point \[\] and scale \[6\] must have one shape",
+        r"zero_point \[\] and scale \[6\] must have the same shape",
     ),
 }
 
@@ -106,13 +110,13 @@ def test_x_is_floating(function: Callable[..., Tensor], element: torch.dtype) ->
 
 @pytest.mark.parametrize(("dtype", "wrong"), [("int8", torch.uint8), ("uint8", torch.int8), ("fp8", torch.float32)])
 def test_steps_are_of_the_storage_type(dtype: str, wrong: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=f"q is {wrong}; the codes of {dtype} are {QTYPES[dtype].storage}"):
+    with pytest.raises(TypeError, match=f"q is {wrong}; the quantized values of {dtype} are {QTYPES[dtype].storage}"):
         dequantize(torch.zeros(3).to(wrong), S, dtype)
 
 
 def test_steps_of_int4_are_in_its_range() -> None:
     for value in (-9, 8):
-        with pytest.raises(ValueError, match="q has codes outside of int4's range, -8 to 7"):
+        with pytest.raises(ValueError, match="q has values outside of the range of int4, -8 to 7"):
             dequantize(torch.tensor([0, value], dtype=torch.int8), S, "int4")
 
 

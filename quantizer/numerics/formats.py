@@ -1,7 +1,4 @@
-"""Number formats as data, and those of a site; no other file spells out a range.
-
-The limits of float16.
-"""
+"""Number formats as data: the only place that defines their ranges. Also the limits of float16."""
 
 from __future__ import annotations
 
@@ -17,26 +14,26 @@ if TYPE_CHECKING:
 
 
 BLOCKS_OPSET = 21
-"""The first opset of ONNX whose ``QuantizeLinear`` has scales per block."""
+"""The first ONNX opset whose ``QuantizeLinear`` supports scales per block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QType:
-    """A low-precision format: its name, its storage, and the range of its codes.
+    """A low-precision format: its name, its storage, and the range of its quantized values.
 
-    A value is ``code * scale``, or ``(code - zero_point) * scale`` if the format has a zero point. The range is that of
-    ONNX ``QuantizeLinear``, in training and in the engine alike. For formats without a zero point, scale = amax / qmax.
+    A value is ``q * scale``, or ``(q - zero_point) * scale`` if the format has a zero point. The range is that of ONNX
+    ``QuantizeLinear``, in training and in the engine. Without a zero point, scale = amax / qmax.
 
     Attributes:
         name: the name in configurations and in the API.
-        bits: the bits of one code in an engine's file.
-        storage_name: the name of the torch type of the codes; it may have more bits than the format.
-        qmin: the lowest code.
-        qmax: the highest code.
-        is_float: the codes are floating-point numbers, finer near zero; otherwise they are integers.
-        has_zero_point: the code of 0.0 may be any code; otherwise it is 0.
-        onnx_type: the name of the format's ONNX element type.
-        onnx_opset: the first opset of ONNX whose ``QuantizeLinear`` writes the format.
+        bits: the bits of one quantized value in an engine's file.
+        storage_name: the torch type that stores quantized values, which may have more bits.
+        qmin: the lowest quantized value.
+        qmax: the highest quantized value.
+        is_float: whether quantized values are floating-point numbers instead of integers.
+        has_zero_point: whether any quantized value may represent 0.0; otherwise 0 does.
+        onnx_type: the ONNX element type.
+        onnx_opset: the first ONNX opset whose ``QuantizeLinear`` writes the format.
     """
 
     name: str
@@ -51,28 +48,28 @@ class QType:
 
     @property
     def storage(self) -> torch.dtype:
-        """The torch type of the codes."""
-        # Not at the top: torch takes seconds to import, and configurations are checked against formats without it.
+        """The torch type that stores quantized values."""
+        # Importing torch takes seconds, and configurations are checked against formats without it.
         import torch
 
-        found: torch.dtype = getattr(torch, self.storage_name)
-        return found
+        dtype: torch.dtype = getattr(torch, self.storage_name)
+        return dtype
 
     @property
     def magnitudes(self) -> Tensor:
-        """The codes of the format from 0 to ``qmax``, ascending, float32."""
+        """The quantized values from 0 to ``qmax``, ascending, float32."""
         import torch
 
         if not self.is_float:
             return torch.arange(self.qmax + 1, dtype=torch.float32)
         # The bit patterns of positive floats ascend with their values; those beyond qmax are NaN.
         values = torch.arange(2 ** (self.bits - 1), dtype=torch.uint8).view(self.storage).float()
-        found: Tensor = values[values <= self.qmax]
-        return found
+        magnitudes: Tensor = values[values <= self.qmax]
+        return magnitudes
 
     @property
     def is_packed(self) -> bool:
-        """True if files pack several codes into the storage that torch needs for one."""
+        """True if files pack several quantized values into the storage that torch needs for one."""
         return self.bits < 8 * self.storage.itemsize
 
 
@@ -101,7 +98,7 @@ FP8 = QType(
     onnx_opset=19,
 )
 
-# For weights. torch computes with no 4-bit type: a code takes a byte there, and half a byte in an ONNX file.
+# For weights. torch has no arithmetic in 4 bits: a quantized value takes a byte there, half a byte in an ONNX file.
 INT4 = QType(name="int4", bits=4, storage_name="int8", qmin=-8, qmax=7, onnx_type="INT4", onnx_opset=21)
 
 QTYPES = {entry.name: entry for entry in (INT8, UINT8, FP8, INT4)}
@@ -119,7 +116,7 @@ FLOAT16_MAX = 65504.0
 """The largest number of float16 (IEEE 754-2008, binary16)."""
 
 FLOAT16_MASK = -30000.0
-"""The value of masks in float16: adding a score to it does not overflow, and exp(-30000) is 0 in every float type."""
+"""Value of attention masks in float16: adding a score does not overflow, and exp(-30000) is 0 in every float type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,11 +124,11 @@ class Format:
     """The formats of one site.
 
     Attributes:
-        activations: the format of activations; None: they are not quantized, and only weights are quantized.
+        activations: the format of activations; None for weight-only quantization.
         weights: the format of a weight.
-        dynamic: whether activations have the range of their values at each run, instead of one from calibration.
-        block_size: how many neighbours along a weight's input channels share a scale; None: no blocks.
-        rule: the configuration's entry from which the formats come; None: the default.
+        dynamic: whether the range of activations is computed at each run, instead of calibrated.
+        block_size: the number of neighbours along a weight's input channels that share a scale; None: no blocks.
+        rule: the entry of the configuration that sets the formats; None: the default.
     """
 
     activations: QType | None
@@ -141,35 +138,35 @@ class Format:
     rule: str | None = None
 
 
-def least_opset_of(wanted: Format) -> int:
+def least_opset_of(formats: Format) -> int:
     """Return the first ONNX opset that can represent both formats."""
-    opsets = [dtype.onnx_opset for dtype in (wanted.activations, wanted.weights) if dtype is not None]
-    return max(*opsets, BLOCKS_OPSET if wanted.block_size is not None else 0)
+    opsets = [dtype.onnx_opset for dtype in (formats.activations, formats.weights) if dtype is not None]
+    return max(*opsets, BLOCKS_OPSET if formats.block_size is not None else 0)
 
 
 def impossible(default: Format, formats: Sequence[Format], target: TargetProfile) -> list[str]:
-    """Return a message for each format, of the rules in their order and of the default, that a target lacks."""
-    places = [*((wanted, f"formats[{number}]") for number, wanted in enumerate(formats)), (default, "dtype")]
-    return [problem for wanted, place in places for problem in _impossible(wanted, target, place)]
+    """Return a message for each format, of the rules and then of the default, that a target does not support."""
+    places = [*((entry, f"formats[{number}]") for number, entry in enumerate(formats)), (default, "dtype")]
+    return [problem for entry, place in places for problem in _impossible(entry, target, place)]
 
 
-def _impossible(wanted: Format, target: TargetProfile, place: str) -> list[str]:
-    """Return a message for the activations and for the weights of a format if a target lacks theirs."""
+def _impossible(formats: Format, target: TargetProfile, place: str) -> list[str]:
+    """Return messages for the activations and the weights of a format that a target does not support."""
     problems = []
-    if wanted.dynamic and target.dynamic is None:
-        place = f"quantizer.{place}" if wanted.rule else "quantizer.activations.ranges"
-        having = " or ".join(name for name in profiles.names() if profiles[name].dynamic)
-        return [f"{place}: {target.name} has no kernels for ranges at run time; take {having}, or static ranges"]
-    if wanted.dynamic and wanted.weights.is_packed and not target.reads_dynamic:
+    if formats.dynamic and target.dynamic is None:
+        place = f"quantizer.{place}" if formats.rule else "quantizer.activations.ranges"
+        backends = " or ".join(name for name in profiles.names() if profiles[name].dynamic)
+        return [f"{place}: {target.name} has no kernels for dynamic ranges; use {backends}, or static ranges"]
+    if formats.dynamic and formats.weights.is_packed and not target.reads_dynamic:
         problems.append(
-            f"quantizer.{place}: {target.name} has kernels for ranges at run time with weights in int8 alone, got "
-            f"{wanted.weights.name}; take int8, or activations: float"
+            f"quantizer.{place}: {target.name} supports dynamic ranges only with weights in int8, got "
+            f"{formats.weights.name}; use int8, or activations: float"
         )
-    for what, dtype, known in (
-        ("activations", wanted.activations, target.activation_dtypes),
-        ("weights", wanted.weights, target.weight_dtypes),
+    for operand, dtype, supported in (
+        ("activations", formats.activations, target.activation_dtypes),
+        ("weights", formats.weights, target.weight_dtypes),
     ):
-        if dtype is not None and dtype.name not in known:
-            names = ", ".join(sorted(known))
-            problems.append(f"quantizer.{place}: {target.name} has no {what} in {dtype.name}; it takes {names}")
+        if dtype is not None and dtype.name not in supported:
+            names = ", ".join(sorted(supported))
+            problems.append(f"quantizer.{place}: {target.name} does not support {operand} in {dtype.name}; use {names}")
     return problems

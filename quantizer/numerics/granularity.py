@@ -1,4 +1,4 @@
-"""The values that share one scale: all values, those of one index along an axis, or a block of neighbours.
+"""Scale granularity: which values share one scale.
 
 Legend: x [.., A, ..] the values, A the size of ``axis``; B the block size.
 
@@ -41,7 +41,7 @@ def in_blocks(x: Tensor, axis: int | None, block_size: int | None) -> Tensor:
 
 
 def beside(scale: Tensor, ndim: int, axis: int | None, block_size: int | None) -> Tensor:
-    """Return a scale or zero point in float32, broadcastable against ``in_blocks(x)`` of an x of ``ndim`` axes."""
+    """Return a scale or zero point in float32, broadcastable against ``in_blocks(x)`` for x with ``ndim`` axes."""
     if axis is None:
         return scale.float()
     axis %= ndim
@@ -58,7 +58,7 @@ def scale_of_each(scale: Tensor, shape: Sequence[int], axis: int | None, block_s
 
 
 def in_memory_order(x: Tensor) -> Tensor:
-    """Return x [*] with its axes in memory order if that is contiguous (passes over it are faster), otherwise x."""
+    """Return x [*] permuted to a contiguous tensor if possible, because passes over it are faster."""
     if x.is_contiguous() or x.layout != torch.strided:
         return x
     strides = x.stride()

@@ -1,11 +1,11 @@
-"""Recurrent cells, and the torch operators that a file of a recurrence is made of.
+"""Recurrent cells, and the torch operators that represent a recurrent layer in exported files.
 
-Legend: T steps, B rows, I inputs, H hidden units; P the size of the hidden state, which is H unless it is projected;
-G = the cell's ``gates`` times H. Weights and their order of gates are torch's: input, forget, cell, output of an LSTM;
+Legend: T steps, B samples, I inputs, H hidden units; P the size of the hidden state, which is H unless it is projected;
+G = the cell's ``gates`` times H. Weights and the order of gates are torch's: input, forget, cell, output of an LSTM;
 reset, update, new of a GRU.
 
-A loop over steps has no graph if T is open, and a large one if T is large. So the two operators stand for the whole
-loop while a model is recorded: ``recurrence`` becomes a Scan whose body has the Q/DQ pairs, ``dynamic_lstm`` the
+A loop over steps has no graph if T is dynamic, and a large one if T is large. So each operator stands for the whole
+loop in a recorded model: ``recurrence`` becomes a Scan whose body has the Q/DQ pairs, and ``dynamic_lstm`` becomes the
 DynamicQuantizeLSTM of ONNX Runtime.
 """
 
@@ -29,10 +29,10 @@ class Cell:
     """A recurrent cell.
 
     Attributes:
-        gates: how many times H values its products give.
-        has_cell: whether it has a second state besides the hidden one.
-        next: the two states [B, H] after a step, of the products with input and hidden state [B, G], biases included,
-            and of the two states before; without a second state it is the first once more.
+        gates: the number of gates, so that the matrix multiplications return ``gates`` times H values.
+        has_cell: whether it has a cell state in addition to the hidden state.
+        next: returns both states [B, H] after a step. Its arguments are the input and recurrent results [B, G] with
+            biases, and both states before the step. Without a cell state, it returns the hidden state twice.
     """
 
     gates: int
@@ -40,27 +40,27 @@ class Cell:
     next: _Next
 
 
-def _lstm(given: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    admit, forget, new, output = (given + recurrent).chunk(4, -1)
+def _lstm(inputs: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    admit, forget, new, output = (inputs + recurrent).chunk(4, -1)
     cell = forget.sigmoid() * cell + admit.sigmoid() * new.tanh()
     return output.sigmoid() * cell.tanh(), cell
 
 
-def _gru(given: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    given_reset, given_update, given_new = given.chunk(3, -1)
+def _gru(inputs: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    input_reset, input_update, input_new = inputs.chunk(3, -1)
     reset, update, new = recurrent.chunk(3, -1)
-    candidate = (given_new + (given_reset + reset).sigmoid() * new).tanh()
-    hidden = candidate + (given_update + update).sigmoid() * (hidden - candidate)
+    candidate = (input_new + (input_reset + reset).sigmoid() * new).tanh()
+    hidden = candidate + (input_update + update).sigmoid() * (hidden - candidate)
     return hidden, hidden
 
 
-def _tanh(given: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    hidden = (given + recurrent).tanh()
+def _tanh(inputs: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = (inputs + recurrent).tanh()
     return hidden, hidden
 
 
-def _relu(given: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    hidden = (given + recurrent).relu()
+def _relu(inputs: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = (inputs + recurrent).relu()
     return hidden, hidden
 
 
@@ -84,14 +84,14 @@ def steps(
     *,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the hidden states [T, B, P] of all steps, and both states after the last.
+    """Return the hidden states [T, B, P] of all steps, and both states after the last step.
 
     Args:
         kind: the cell, of ``CELLS``.
-        given: [T, B, G], the products with the inputs, with their bias.
-        states: hidden [B, P] and cell [B, H] before the first step; of a cell without a second state, twice the first.
-        recurrent: gives the recurrent product [B, G] of a hidden state, with its bias.
-        projected: gives the hidden state [B, P] of one [B, H]; None: there is no projection.
+        given: [T, B, G], the inputs multiplied by their weight, with bias.
+        states: hidden [B, P] and cell [B, H] before the first step; without a cell state, twice the hidden state.
+        recurrent: multiplies a hidden state by the recurrent weight, with bias; returns [B, G].
+        projected: returns the hidden state [B, P] of a state [B, H]; None: no projection.
         backward: run from the last step to the first.
     """
     hidden, cell = states
@@ -100,12 +100,12 @@ def steps(
         hidden, cell = CELLS[kind].next(step, recurrent(hidden), hidden, cell)
         hidden = hidden if projected is None else projected(hidden)
         outputs.append(hidden)
-    whole = torch.stack(outputs)
-    return (whole.flip(0) if backward else whole), hidden, cell
+    stacked = torch.stack(outputs)
+    return (stacked.flip(0) if backward else stacked), hidden, cell
 
 
 def _apart(outputs: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return results of an operator, which may not return its inputs, nor one tensor twice."""
+    """Clone the states, because an operator must not return its inputs, nor one tensor twice."""
     return outputs, hidden.clone(), cell.clone()
 
 
@@ -129,24 +129,25 @@ def recurrence(
     projected_zero_point: Tensor | None,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the hidden states [T, B, P] of all steps, and both states after the last.
+    """Return the hidden states [T, B, P] of all steps, and both states after the last step.
 
     Args:
         kind: the cell, of ``CELLS``.
-        given: [T, B, G], the products with the inputs, with their bias.
+        given: [T, B, G], the inputs multiplied by their weight, with bias.
         hidden: [B, P], the hidden state before the first step.
-        cell: [B, H], the second state; of a cell that has none, the hidden state.
-        weight: [G, P], codes if there is a ``weight_scale``, else floats.
-        bias: [G], of the recurrent product.
-        projection: [P, H], by which hidden states are multiplied; codes if there is a ``projection_scale``.
+        cell: [B, H], the cell state; the hidden state if the cell has none.
+        weight: [G, P], integers with a ``weight_scale``, otherwise floats.
+        bias: [G], the recurrent bias.
+        projection: [P, H], by which hidden states are multiplied; integers with a ``projection_scale``.
         weight_scale: [] or [G] along ``weight_axis``.
-        weight_dtype: the format of the codes.
+        weight_dtype: the format of the weights.
         weight_axis: 0 or None.
         scale: [], of the hidden state; None: it is not rounded.
         dtype: its format.
         zero_point: [], its zero point.
-        projection_scale: [] or [P], as ``weight_scale``; its codes have the format and axis of the weight's.
-        projected_scale: [], of what is projected; None: it is not rounded. Its format is that of the hidden state.
+        projection_scale: [] or [P], as ``weight_scale``; format and axis are those of the weight.
+        projected_scale: [], of the input of the projection; None: it is not rounded. Its format is that of the hidden
+            state.
         projected_zero_point: [], its zero point.
         backward: run from the last step to the first.
     """
@@ -187,27 +188,27 @@ def dynamic_lstm(
     bias: Tensor | None,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what ``recurrence`` does, of an LSTM that takes the ranges of its inputs and states at run time, in UINT8.
+    """Return the results of ``recurrence`` for an LSTM whose inputs and states have dynamic ranges in UINT8.
 
     Args:
         x: [T, B, I], which has one range.
         hidden: [B, H], which has one range in each step.
         cell: [B, H].
-        input_codes: int8 [4 H, I].
+        input_codes: int8 [4 H, I], the quantized input weight.
         input_scale: [4 H].
-        codes: int8 [4 H, H].
+        codes: int8 [4 H, H], the quantized recurrent weight.
         scale: [4 H].
-        bias: [8 H], of the products with the input, then of the recurrent ones.
+        bias: [8 H], the input bias and then the recurrent bias.
         backward: run from the last step to the first.
     """
-    ours, theirs = (None, None) if bias is None else bias.chunk(2)
-    given = functional.linear(fake_quantize_dynamic(x), dequantize(input_codes, input_scale, "int8", 0), ours)
+    input_bias, recurrent_bias = (None, None) if bias is None else bias.chunk(2)
+    inputs = functional.linear(fake_quantize_dynamic(x), dequantize(input_codes, input_scale, "int8", 0), input_bias)
     weight = dequantize(codes, scale, "int8", 0)
 
     def recurrent(state: Tensor) -> Tensor:
-        return functional.linear(fake_quantize_dynamic(state), weight, theirs)
+        return functional.linear(fake_quantize_dynamic(state), weight, recurrent_bias)
 
-    return _apart(*steps("lstm", given, (hidden, cell), recurrent, None, backward=backward))
+    return _apart(*steps("lstm", inputs, (hidden, cell), recurrent, None, backward=backward))
 
 
 @dynamic_lstm.register_fake

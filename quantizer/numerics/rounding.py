@@ -1,12 +1,11 @@
-"""Rounding to codes, the scales that targets hold, and the gradients of both.
+"""Rounding to quantized values, scales as targets store them, and the gradients of both.
 
-Below its smallest normal number a half float has fewer digits. A scale in that range is rounded up, so that no value is
-clipped; it grows by at most the smallest number of the type. With that number as scale, integer formats have the same
-numbers as the type itself near 0, so that nothing is lost that half floats would have kept.
+Below its smallest normal number, a half float has fewer digits. A scale in that range is rounded up, so that no value
+is clipped. It grows by at most the smallest number of the type. With that number as the scale, integer formats match
+the type near 0, so nothing is lost that half floats would represent.
 
-Legend as in ``torch_operators.py``. Training changes the logarithm of a scale: see ``algorithms/qat/scales.py``.
-
-Scales trained by their logarithm: a scale stays positive, and an optimizer's step is relative to it.
+Trained scales are trained by their logarithm: a scale stays positive, and an optimizer's step is relative to it. See
+``algorithms/qat/scales.py``. Legend as in ``torch_operators.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quantizer.numerics.granularity import beside, in_blocks
 
 
 def nearest(exact: Tensor, kind: QType, zero_point: Tensor | None) -> Tensor:
-    """Round x / s to integer codes, in place. FP8 is rounded by a cast after clamping: a cast need not saturate."""
+    """Round x / s to integers in place, unless the format is FP8, which a cast rounds after clamping."""
     if not kind.is_float:
         exact.round_()
         if zero_point is not None:
@@ -31,12 +30,12 @@ def nearest(exact: Tensor, kind: QType, zero_point: Tensor | None) -> Tensor:
 
 
 def as_stored(clamped: Tensor, kind: QType) -> Tensor:
-    """Return clamped codes in float32, rounded to the format if it is FP8."""
+    """Return clamped quantized values in float32, rounded to the format if it is FP8."""
     return clamped.to(kind.storage).float() if kind.is_float else clamped
 
 
 def held_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a scale [*] > 0 rounded to ``dtype``, in float32: to nearest, below its normal numbers up."""
+    """Return a scale [*] > 0 rounded to ``dtype``, in float32: to nearest, or up below its normal numbers."""
     # In float64, so that the only rounding is to the target's type.
     exact, info = scale.double(), torch.finfo(dtype)
     least = info.smallest_normal * info.eps
@@ -50,8 +49,8 @@ def is_normal(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _PIECE = 2**18
-"""The number of values whose gradients a CPU computes at a time. The memory of larger buffers is mapped and cleared at
-each call, which takes longer than the arithmetic."""
+"""Number of values whose gradients a CPU computes at a time. Memory of larger buffers is mapped and cleared at each
+call, which takes longer than the arithmetic."""
 
 
 @torch.library.custom_op("quantizer::inside", mutates_args=())
@@ -63,10 +62,10 @@ def _inside(
     block_size: int | None,
     zero_point: Tensor | None,
 ) -> Tensor:
-    """Return 1 where x [*] is not clipped and 0 where it is, [*] in int8.
+    """Return a mask [*] in int8: 1 where x [*] is not clipped, 0 elsewhere.
 
     Comparing x with the edges of the range is half the work of dividing and rounding again. The comparisons write
-    floats, because on a CPU these loops are vectorized and those that write bool are not.
+    floats, because a CPU vectorizes these loops, but not those that write bool.
     """
     result, below = torch.empty_like(x, dtype=torch.float32), torch.empty_like(x, dtype=torch.float32)
     values = in_blocks(x.float(), axis, block_size)
@@ -82,13 +81,13 @@ def _(x: Tensor, *others: Any) -> Tensor:
 
 
 def _edges(scale: Tensor, kind: QType, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest x that is not clipped: FP8 is clamped before rounding, integers after it."""
+    """Return the smallest and largest x that are not clipped: FP8 is clamped before rounding, integers after it."""
     if kind.is_float:
         return kind.qmin * scale, kind.qmax * scale
     shift = torch.zeros_like(scale) if zero_point is None else zero_point.to(scale.dtype)
     first, last = kind.qmin - shift, kind.qmax - shift
     low, high = (first - 0.5) * scale, (last + 0.5) * scale
-    # Ties round to even: halfway between the last code and the next, x is clipped if the next is the even one.
+    # Ties round to even: halfway between the last integer and the next, x is clipped if the next one is even.
     infinity = torch.full_like(scale, torch.inf)
     return (
         low.where(first % 2 == 0, low.nextafter(infinity)),
@@ -97,7 +96,7 @@ def _edges(scale: Tensor, kind: QType, zero_point: Tensor | None) -> tuple[Tenso
 
 
 def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save what the gradient needs: x itself if its scale is trained, otherwise a mask of one byte a value."""
+    """Save the tensors for the gradient: x itself if its scale is trained, otherwise a mask of one byte per value."""
     x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point = inputs
     ctx.learns = ctx.needs_input_grad[1]
     if ctx.learns:
@@ -110,7 +109,7 @@ def straight_through(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradient of x, 0 where x was clipped (Bengio et al. 2013, arXiv:1308.3432), and of a learned scale."""
     if ctx.learns:
         return _with_learned_scale(ctx, gradient)
-    # Read once: with gradient checkpointing saved tensors can be read a single time.
+    # With gradient checkpointing, saved tensors can be read only once.
     saved = ctx.saved_tensors
     return gradient * saved[0].to(gradient.dtype) if saved else None, None, None, None, None, None
 
@@ -157,7 +156,7 @@ def _lsq_of(
     x: Tensor,
     passed: Tensor,
 ) -> Tensor:
-    """Write the gradient of x to ``passed`` and return that of the scale, which broadcasts against ``in_blocks(x)``."""
+    """Write the gradient of x to ``passed``; return that of the scale, broadcastable against ``in_blocks(x)``."""
     exact = in_blocks(x.float(), axis, block_size) / scale
     codes = nearest(exact.clone(), kind, zero_point)
     clamped = codes.clamp(kind.qmin, kind.qmax)
@@ -179,13 +178,14 @@ def _(gradient: Tensor, x: Tensor, scale: Tensor, *others: Any) -> tuple[Tensor,
 
 
 GAIN = 100.0
-"""The step of a scale's logarithm, relative to the step of a weight, at the same learning rate of Adam.
+"""Step of a scale's logarithm relative to that of a weight, at the same learning rate of Adam.
 
-Weights are fine-tuned at learning rates of some 1e-5, at which a scale would hardly change."""
+Fine-tuning uses learning rates around 1e-5, at which a scale would hardly change.
+"""
 
 
-class _Divided(torch.autograd.Function):
-    """The identity, with its gradient multiplied by a factor."""
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a factor."""
 
     @staticmethod
     def forward(change: Tensor, factor: float) -> Tensor:
@@ -200,8 +200,8 @@ class _Divided(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-class _Held(torch.autograd.Function):
-    """A scale rounded to a float type; the gradient passes straight through."""
+class _RoundedScale(torch.autograd.Function):
+    """A scale rounded to a float type, with a straight-through gradient."""
 
     @staticmethod
     def forward(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -218,8 +218,8 @@ class _Held(torch.autograd.Function):
 
 def as_held(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a scale [*] rounded to ``dtype`` as in the exported file, with a straight-through gradient."""
-    held: Tensor = _Held.apply(scale, dtype)  # type: ignore[no-untyped-call]
-    return held
+    rounded: Tensor = _RoundedScale.apply(scale, dtype)  # type: ignore[no-untyped-call]
+    return rounded
 
 
 def learned(start: Tensor, change: Tensor) -> Tensor:
@@ -230,11 +230,11 @@ def learned(start: Tensor, change: Tensor) -> Tensor:
 def trained_scale(start: Tensor, change: Tensor, values: int, qmax: int, *, moves: bool = True) -> Tensor:
     """Return ``learned(start, change)``, with the gradient of ``change`` divided by GAIN^2 * sqrt(values * qmax).
 
-    A scale's gradient is a sum over all values that share the scale, and would be far larger than theirs: hence the
-    division (LSQ, arXiv:1902.08153, section 2.2). Scales are thousandths, and Adam's steps have the same size for all
-    parameters: hence the logarithm (arXiv:1903.08066, section 3.2) and its gain. The division by GAIN^2 cancels the
+    The gradient of a scale is a sum over all values that share it, far larger than their gradients; hence the division
+    (LSQ, arXiv:1902.08153, section 2.2). Scales are around 0.001, and Adam's steps have the same size for all
+    parameters; hence the logarithm (arXiv:1903.08066, section 3.2) and its gain. The division by GAIN^2 cancels the
     gain for plain gradient descent. Before the first step the result is ``start``, bit for bit.
     """
     factor = (values * qmax) ** -0.5 / GAIN**2 if moves else 0.0
-    divided: Tensor = _Divided.apply(change, factor)  # type: ignore[no-untyped-call]
+    divided: Tensor = _ScaledGradient.apply(change, factor)  # type: ignore[no-untyped-call]
     return learned(start, divided if moves else divided - divided.detach())

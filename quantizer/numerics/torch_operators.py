@@ -1,7 +1,7 @@
-"""``quantizer::quantize``, ``dequantize`` and ``fake_quantize`` as torch operators.
+"""The torch operators ``quantizer::quantize``, ``dequantize``, ``fake_quantize`` and ``fake_quantize_dynamic``.
 
 Legend: x [*] any shape; s the scale and z the zero point (0 without one), of one shape, see ``granularity.py``; q [*]
-the codes, in the storage type of their format; x' [*] the dequantized values.
+the quantized values, in the storage type of their format; x' [*] the dequantized values.
 
 =======  =====================================================  =================
 format   q                                                      x'
@@ -10,34 +10,29 @@ integer  clamp(round(x / s) + z, qmin, qmax)                    (q - z) * s
 FP8      clamp(x / s, qmin, qmax), rounded to the format        q * s
 =======  =====================================================  =================
 
-x / s is a division in float32, whatever the type of x and s. Rounding is to nearest, ties to even; x' is rounded once,
-to the type of the result. That is ONNX ``QuantizeLinear``, with ``saturate`` for FP8
+x / s is a division in float32 for all types of x and s. Rounding is to nearest, ties to even; x' is rounded once, to
+the type of the result. This is ONNX ``QuantizeLinear``, with ``saturate`` for FP8
 (https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html). ``torch.fake_quantize_*`` multiplies by 1 / s instead, which
-differs near ties by at most one code. NaN stays NaN in x' and in FP8; its integer code is undefined.
+differs near ties by at most 1. NaN stays NaN in x' and in FP8; its integer is undefined.
 
-They are custom operators, because ``torch.fake_quantize_*`` has no kernel for symbolic shapes and cannot be exported
-with dynamic axes. Loading a traced or exported program that contains them needs ``import quantizer`` first. They do not
-check their arguments: reading a scale would wait for the device at each call. ``quantizer.functional`` checks them.
+These are custom operators, because ``torch.fake_quantize_*`` has no kernel for symbolic shapes and cannot be exported
+with dynamic axes. A traced or exported program that contains them needs ``import quantizer`` before it is loaded. The
+operators do not check their arguments, because reading a scale would wait for the device at each call.
+``quantizer.functional`` checks them.
 
-``quantizer::fake_quantize_dynamic``, a torch operator: values rounded with their own range.
-
-Legend: x [*] any shape; s the scale and z the zero point; q [*] the codes; x' [*] the dequantized values.
-
-In UINT8, for all of x:
+``fake_quantize_dynamic`` rounds values with their own range, and exports as the one operator that engines fuse. In
+UINT8, for all of x:
 
     low = min(x, 0)    high = max(x, 0)
     s = (high - low) / (qmax - qmin)    z = clamp(round(qmin - low / s), qmin, qmax)
 
-That is ONNX ``DynamicQuantizeLinear`` (https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html). In INT8, for
-each row of neighbours along the last axis, in blocks of B:
+This is ONNX ``DynamicQuantizeLinear`` (https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html). In INT8, for
+each block of B neighbours along the last axis:
 
     s = max|x| / qmax
 
-That is OpenVINO's dynamic quantization, whose formula was found by comparing what its release 2026.4 computes
-(docs/design/numerics.md). s is 1 if it would be 0. q and x' are those of ``torch_operators.py`` with these s and z.
-Nothing is clipped, so that the gradient of x passes straight through.
-
-It is a custom operator for the reasons given there, and so that a file has the one operator that engines fuse.
+This is OpenVINO's dynamic quantization, as measured on its release 2026.4 (docs/design/numerics.md). s is 1 where it
+would be 0. Nothing is clipped, so the gradient of x passes straight through.
 """
 
 from __future__ import annotations
@@ -87,7 +82,7 @@ def quantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Return the codes q [*] of x [*], in the storage type of ``dtype``."""
+    """Return the quantized values q [*] of x [*], in the storage type of ``dtype``."""
     return _codes(x, scale, dtype, axis, block_size, zero_point).to(qtype(dtype).storage)
 
 
@@ -100,7 +95,7 @@ def dequantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Return x' [*] for codes q [*], in the scale's type. ``dtype`` matters only in files: two formats share int8."""
+    """Return x' [*] for q [*], in the scale's type; ``dtype`` matters only in files, as two formats share int8."""
     return _to_values(q.float(), scale, axis, block_size, zero_point).to(scale.dtype)
 
 
@@ -137,7 +132,7 @@ fake_quantize.register_autograd(straight_through, setup_context=keep_for_backwar
 
 
 def dynamic_range(x: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-    """Return s [] in float32 and z [] in the format's storage type, of x [*], which has at least one value."""
+    """Return s [] in float32 and z [] in the format's storage type, for x [*] with at least one value."""
     kind = qtype(dtype)
     low, high = torch.aminmax(x.float())
     low, high = low.clamp(max=0), high.clamp(min=0)

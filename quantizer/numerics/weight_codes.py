@@ -1,40 +1,34 @@
-"""Codes and factors of weights by data: GPTQ, AWQ and equalization, as functions of tensors.
+"""Integer weights and factors from data: GPTQ, AWQ and cross-layer equalization as functions of tensors.
 
-Legend: W [N, K] the weight of a product x W^T; H [K, K] = sum of x^T x over the rows x [K] that it multiplies; Q [N, K]
-the rounded weight; U the upper Cholesky factor of the inverse of H, U^T U = H^-1.
+Legend: W [N, K] the weight of x W^T; H [K, K] = sum of x^T x over the inputs x [K]; Q [N, K] the rounded weight; U the
+upper Cholesky factor of the inverse of H, U^T U = H^-1. All arguments may have leading axes, as in a grouped
+convolution.
 
-minimize tr((W - Q) H (W - Q)^T), the sum over rows of |x (W - Q)^T|^2
+GPTQ (arXiv:2210.17323) minimizes tr((W - Q) H (W - Q)^T), the sum of |x (W - Q)^T|^2 over the inputs. It rounds the
+columns in order, and corrects the remaining columns for the change of column j (Algorithm 1 of the paper):
 
-The columns are rounded one after another. What rounding changed at column j is made up for by the columns that are not
-rounded yet (Algorithm 1 of the paper):
+    W[:, j+1:] -= (W[:, j] - Q[:, j]) / U[j, j] * U[j, j+1:]
 
-W[:, j+1:] -= (W[:, j] - Q[:, j]) / U[j, j] * U[j, j+1:]
+The diagonal of H is damped by K / M times its mean for M inputs, at least by the paper's 0.01. H of few inputs says
+little about other data, and columns would overfit to these inputs. docs/design/calibration.md has the measurement.
 
-First K / M times the mean of its diagonal is added to that of H, for M rows, and at least the paper's 0.01. H of few
-rows says little about the inputs of other data, and columns would make up for each other as only those rows allow.
-docs/design/calibration.md shows the measurement behind it.
+AWQ (arXiv:2306.00978), with m [K] the mean of |x_j|, s [K] > 0 the factors, and Q(.) rounding to nearest:
 
-All arguments may have leading axes, which are products of their own, as in a grouped convolution.
+    (x / s) Q(W s)^T ~ x W^T        s_j = m_j**alpha / sqrt(max s * min s)        (equation 4 of the paper)
 
-Legend: W [N, K] the weight of a product x W^T; m [K] the mean of |x_j|; s [K] > 0 the factors; H [K, K] the sum of
-x^T x over the rows that it multiplies; Q(.) rounding to the nearest codes.
+A channel with large inputs matters most, and a large factor gives it a finer resolution. The best alpha is found by
+trying values: the error is tr((W - Q(W s) / s) H (W - Q(W s) / s)^T).
 
-(x / s) Q(W s)^T ~ x W^T        s_j = m_j**alpha / sqrt(max s * min s)        (equation 4 of the paper)
+Cross-layer equalization (arXiv:1906.04721), with W1 [C, ..] the weight of a layer, W2 that of the next, x [B, C, ..]
+the activation between them, s [C] > 0:
 
-A channel of large inputs counts most, and multiplied by a large factor it is rounded in finer steps. Which share alpha
-is best is found by trying: the error of the product is tr((W - Q(W s) / s) H (W - Q(W s) / s)^T).
+    (W2 * s) (x / s) = W2 x        s_i = sqrt(r1_i r2_i) / r2_i        (equations 8 and 11 of the paper)
 
-Legend: W1 [C, ..] the weight of a layer, W2 that of the next, x [B, C, ..] what is between them, s [C] > 0.
+r1_i is the largest magnitude of W1 in its output channel i, and r2_i that of W2 in its input channel i. Afterwards both
+weights have the largest magnitude sqrt(r1_i r2_i) in each channel, so one scale fits all channels.
 
-(W2 * s) (x / s) = W2 x        s_i = sqrt(r1_i r2_i) / r2_i        (equations 8 and 11 of the paper)
-
-There r1_i is the largest magnitude of W1 for its output channel i, and r2_i that of W2 for its input channel i. W1 / s
-and W2 * s then have the same largest magnitude in each channel, sqrt(r1_i r2_i), so one scale serves all channels.
-
-Codes of one byte and of four bits, as files and kernels hold them.
-
-torch's quantized tensors are deprecated, and nothing that replaces them is one pass: the operators of
-``quantized_decomposed`` are five, which takes ten times as long.
+The end of the file packs 8-bit and 4-bit integers as files and kernels store them. torch's quantized tensors are
+deprecated, but the replacement in ``quantized_decomposed`` takes five operators and ten times as long.
 """
 
 from __future__ import annotations
@@ -47,20 +41,20 @@ import torch
 from torch import Tensor
 
 _DAMPING = 0.01
-"""The least that is added to the diagonal of H, as a share of its mean: that of the paper."""
+"""Least damping of the diagonal of H as a share of its mean, from the paper."""
 
 _COLUMNS = 100
-"""The number of columns after which the others are updated at once, which changes nothing but the time (paper, 3.3)."""
+"""Number of columns after which the others are updated at once, which affects only the time (paper, 3.3)."""
 
 
 _MOST_GAIN = 0.5
-"""How far from 1 a gain may be; those that were measured are within 0.2."""
+"""Largest distance of a gain from 1; measured gains are within 0.2."""
 
 
 def gptq_codes(
     weight: Tensor, hessian: Tensor, scale: Tensor, qmin: int, qmax: int, *, rows: int, by_size: bool = False
 ) -> Tensor | None:
-    """Return the codes of a weight, int8 [.., N, K]; None if H is not finite."""
+    """Return the integers of a weight by GPTQ, int8 [.., N, K]; None if H is not finite."""
     if not bool(torch.isfinite(hessian).all()):
         return None
     values, scales = weight.double(), scale.double().expand(weight.shape)
@@ -74,7 +68,7 @@ def gptq_codes(
         errors = torch.empty_like(values[..., start:end])
         for column in range(start, end):
             exact, step = values[..., column], scales[..., column]
-            # In float32, as the codes of nearest rounding are computed.
+            # In float32, as in rounding to nearest.
             code = (exact.float() / step.float()).round_().clamp_(qmin, qmax).double()
             row = factor[..., column, column:end]
             error = (exact - code * step) / row[..., :1]
@@ -85,10 +79,10 @@ def gptq_codes(
 
 
 def column_costs(hessian: Tensor, *, rows: int, by_size: bool = False) -> Tensor | None:
-    """Return what an error of one in each column costs, 1 / U[j, j]^2 [.., K]; None if H is not finite.
+    """Return the cost of a unit error in each column, 1 / U[j, j]^2 [.., K]; None if H is not finite.
 
-    It is the least that is left of it once the columns that are rounded later have made up for it (section 3.1 of the
-    paper). The arguments are those of ``gptq_codes``.
+    It is the smallest error that remains after later columns correct for it (section 3.1 of the paper). The arguments
+    are those of ``gptq_codes``.
     """
     if not bool(torch.isfinite(hessian).all()):
         return None
@@ -104,11 +98,11 @@ def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
 
 
 def output_gains(weight: Tensor, rounded: Tensor, covariance: Tensor) -> Tensor:
-    """Return by what the outputs x Q^T are to be multiplied to be as large as x W^T, float64 [.., N].
+    """Return per-channel gains that rescale x Q^T to the magnitude of x W^T, float64 [.., N].
 
-    The least error is that of outputs which are a little too small, and so are those of each product behind, where no
-    normalization comes between them. The gain is w C w / w C q for the rows w and q of W and Q: what the exact output
-    predicts of the rounded one is then the exact one. It is 1 where the two have little in common.
+    The outputs with the least error are slightly too small, and so are all later ones without normalization in between.
+    The gain is w C w / w C q for the rows w and q of W and Q: the regression of the rounded output on the exact one
+    then has slope 1. The gain is 1 where the two have little in common.
     """
     products = weight.double() @ covariance
     gains = (products * weight).sum(-1) / (products * rounded).sum(-1)
@@ -116,7 +110,7 @@ def output_gains(weight: Tensor, rounded: Tensor, covariance: Tensor) -> Tensor:
 
 
 def _order(hessian: Tensor, by_size: bool) -> Tensor:
-    """Return the order of the columns, [.., K]."""
+    """Return the order in which columns are rounded, [.., K]."""
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     if by_size:
         return diagonal.argsort(dim=-1, descending=True, stable=True)
@@ -134,24 +128,24 @@ def _in_order(hessian: Tensor, order: Tensor) -> Tensor:
 
 
 def _inverse_factor(hessian: Tensor, rows: int) -> Tensor:
-    """Return U [.., K, K] of H after damping; where all inputs are zero, of the identity."""
+    """Return U [.., K, K] of the damped H, or of the identity where all inputs are zero."""
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     damping = max(_DAMPING, diagonal.shape[-1] / max(rows, 1)) * diagonal.mean(-1, keepdim=True)
-    added = torch.where(damping > 0, damping, torch.ones_like(damping)).expand(diagonal.shape)
-    lower = torch.linalg.cholesky(hessian + torch.diag_embed(added))
+    damped_diagonal = torch.where(damping > 0, damping, torch.ones_like(damping)).expand(diagonal.shape)
+    lower = torch.linalg.cholesky(hessian + torch.diag_embed(damped_diagonal))
     factor: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
     return factor
 
 
-_SHARES = tuple(step / 20 for step in range(1, 20))
-"""Values of alpha, as the paper's grid of 20."""
+_ALPHAS = tuple(step / 20 for step in range(1, 20))
+"""Values of alpha, from the paper's grid of 20."""
 
 _LEAST = 1e-4
-"""The smallest mean magnitude, as a share of the largest, so that channels of zeros have a finite factor."""
+"""Smallest mean magnitude as a share of the largest, so that channels of zeros have a finite factor."""
 
 
 def input_factors(magnitude: Tensor, alpha: float) -> Tensor:
-    """Return s [K] of the formula above, float64, for m [K], of which at least one is not zero."""
+    """Return the AWQ factors s [K], float64, for m [K] with at least one nonzero value."""
     m = magnitude.double()
     s = m.clamp(min=_LEAST * float(m.max())) ** alpha
     return s / (s.max() * s.min()).sqrt()
@@ -160,13 +154,12 @@ def input_factors(magnitude: Tensor, alpha: float) -> Tensor:
 def awq_share(
     weights: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]], magnitude: Tensor, hessian: Tensor
 ) -> tuple[float, float] | None:
-    """Return the share alpha with the least error, and that error as a part of the error without factors.
+    """Return the alpha with the least error, and the ratio of that error to the error without factors.
 
-    None if no share makes a smaller error, or if H is not finite.
+    None if no alpha reduces the error, or if H is not finite.
 
     Args:
-        weights: each W [N, K] that multiplies the same x, with the function that rounds W s [N, K] for given s [K], and
-            divides by s.
+        weights: each W [N, K] with the same input x, and a function that returns Q(W s) / s [N, K] for s [K].
         magnitude: m, [K].
         hessian: H, [K, K].
     """
@@ -176,30 +169,30 @@ def awq_share(
     def error(s: Tensor) -> float:
         return math.fsum(output_error(weight, rounded(s), hessian) for weight, rounded in weights)
 
-    usual = error(torch.ones_like(magnitude, dtype=torch.float64))
-    least, alpha = min((error(input_factors(magnitude, alpha)), alpha) for alpha in _SHARES)
-    return (alpha, least / usual) if least < usual else None
+    plain_error = error(torch.ones_like(magnitude, dtype=torch.float64))
+    least_error, alpha = min((error(input_factors(magnitude, alpha)), alpha) for alpha in _ALPHAS)
+    return (alpha, least_error / plain_error) if least_error < plain_error else None
 
 
 def equalizing_factors(first: Tensor, second: Tensor) -> Tensor:
-    """Return s [C] for r1 [C] and r2 [C], float64; 1 for a channel of zeros, which no factor changes."""
+    """Return s [C] for r1 [C] and r2 [C], float64; 1 for a channel of zeros."""
     r1, r2 = first.double(), second.double()
     s = (r1 * r2).sqrt() / r2
     return torch.where(torch.isfinite(s) & (s > 0), s, torch.ones_like(s))
 
 
 def byte_codes(values: Tensor, scale: float, zero_point: int) -> Tensor:
-    """Return UINT8 codes, clamp(round(values / scale) + zero_point, 0, 255), of float32 values on the CPU.
+    """Return clamp(round(values / scale) + zero_point, 0, 255) in UINT8, for float32 values on the CPU.
 
-    ``int_repr`` would copy them one by one, which takes four times as long as making them; the codes' own memory is
-    taken instead.
+    The result shares the memory of a quantized tensor, because ``int_repr`` would copy it, which takes four times as
+    long as quantizing.
     """
-    held = torch.quantize_per_tensor(values, scale, zero_point, torch.quint8)
-    return torch.empty(0, dtype=torch.uint8).set_(held.untyped_storage(), 0, held.shape, held.stride())
+    quantized = torch.quantize_per_tensor(values, scale, zero_point, torch.quint8)
+    return torch.empty(0, dtype=torch.uint8).set_(quantized.untyped_storage(), 0, quantized.shape, quantized.stride())
 
 
 def spend_deprecation_warning() -> None:
-    """Let torch give its warning, once in a process, that tensors of quantized types will go, where nobody sees it."""
+    """Trigger and hide torch's warning that quantized tensor types are deprecated, which it gives once per process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         byte_codes(torch.zeros(1), 1.0, 0)
@@ -210,18 +203,18 @@ _SIGN = 0b1000
 
 
 def packed_size(count: int) -> int:
-    """Return the number of bytes of ``count`` packed codes."""
+    """Return the number of bytes of ``count`` packed 4-bit integers."""
     return (count + 1) // 2
 
 
 def pack_pairs(codes: Tensor) -> Tensor:
-    """Return codes int8 [*] from -8 to 7 as uint8 [packed_size(*)], the first of two in the lower half of a byte."""
+    """Return int8 values [*] from -8 to 7 as uint8 [packed_size(*)], the first of two in the lower half of a byte."""
     flat = torch.nn.functional.pad(codes.flatten(), (0, codes.numel() % 2)).view(torch.uint8) & _LOW
     return flat[0::2] | (flat[1::2] << _LOW.bit_length())
 
 
 def unpack_pairs(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the codes that ``pack_pairs`` packed, int8 of the given shape."""
+    """Return the int8 values of ``shape`` that ``pack_pairs`` packed."""
     halves = torch.stack([packed & _LOW, packed >> _LOW.bit_length()], dim=1).flatten()
     # Two's complement of 4 bits: the highest bit has the weight -8.
     codes = (halves ^ _SIGN).view(torch.int8) - _SIGN

@@ -1,1 +1,1 @@
-"""General helpers: registries, decoding of plain values, checksums, out-of-memory errors, distributed communication."""
+"""Helpers that do not depend on quantization: batches, registries, records, checksums, processes, files."""

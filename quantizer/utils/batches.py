@@ -1,22 +1,13 @@
-"""Batches of data, in any of the usual forms, and how they run through a model.
+"""Batches of data and how they run through a model.
 
-Copies of what a model is given: a forward may write into its inputs, and the data is the user's.
+A batch is a mapping (keyword arguments), a tuple or list (positional arguments), or one tensor. Arrays become tensors,
+and tensors are moved to the device of the model. A label after the inputs is dropped, as loaders for training yield
+(inputs, label). The signature of ``forward`` and the shapes determine whether the last part is a label; if both
+readings fit, an error explains how to write the batch.
 
-A batch is what ``call`` runs: a mapping (keyword arguments), a tuple or list (positional), or one tensor. Arrays in it
-become tensors, a label behind the inputs is dropped, and tensors are moved to the device of the model.
-
-Doubts about calibration data and about the model's mode: possible, and more often a mistake. Each is a warning.
-
-A doubt is raised on what can be told for certain: the mode of the model, the number of samples, whole numbers from 0 to
-255 in an image, and neighbouring pixels that have nothing to do with each other.
-
-Batches in files of named arrays: ``.npz`` and ``.safetensors``, or a folder of them.
-
-Labels of batches: loaders for training give (inputs, label), and a model takes the inputs alone.
-
-Whether the last part of a batch is a label is told by the signature of ``forward`` and by shapes: what ``forward`` has
-no place for is none of its inputs, and one number for each sample is a label more often than an input. Where both may
-be, an error says how to write what is meant: a label that enters as a mask would spoil every range without a word.
+The file also copies inputs, because a forward may write into them, reads batches from files of arrays (``.npz``,
+``.safetensors``), and warns about suspicious calibration data. A warning needs certain evidence: the mode of the model,
+few samples, pixels from 0 to 255, or uncorrelated neighbouring pixels.
 """
 
 from __future__ import annotations
@@ -59,13 +50,13 @@ def run_batches(
     doubt: bool = False,
     is_mine: Callable[[Any], bool] = lambda batch: True,
 ) -> int:
-    """Run calibration data through a proxy, without gradients, and return the number of batches that there are."""
+    """Run calibration data through a proxy without gradients, and return the number of batches."""
     count = 0
     batches, total = batches_of(proxy, data, samples), length_of(data, samples)
     with torch.no_grad(), counted(batches, "calibration", unit="batch", total=total, show=progress) as steps:
         for batch in steps:
             if is_mine(batch):
-                with _errors_of(proxy, batch, count):
+                with _naming_batch(proxy, batch, count):
                     args, keywords = arguments(as_ordinary(batch))
                     proxy(*args, **keywords)
             if doubt and count == 0:
@@ -75,31 +66,31 @@ def run_batches(
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with a batch: a mapping of keywords, a tuple or list, or one tensor."""
+    """Return the positional and keyword arguments of a batch."""
     if hasattr(batch, "keys"):
         return (), {key: batch[key] for key in batch.keys()}  # noqa: SIM118 - duck-typed
     return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 @contextmanager
-def _errors_of(proxy: nn.Module, batch: Any, number: int) -> Iterator[None]:
-    """Name the batch in errors of its pass."""
+def _naming_batch(proxy: nn.Module, batch: Any, number: int) -> Iterator[None]:
+    """Add the number of the batch to errors of its forward pass."""
     try:
         yield
     except QuantizerError:
         raise
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
-            raise _refused(proxy, batch, number, error) from error
+            raise _batch_error(proxy, batch, number, error) from error
         raise CalibrationError(
-            f"there is too little memory for batch {number} of the calibration data: give smaller batches, or shorter "
+            f"there is too little memory for batch {number} of the calibration data: use smaller batches or shorter "
             f"texts ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         ) from error
     except (TypeError, ValueError, KeyError, IndexError) as error:
-        raise _refused(proxy, batch, number, error) from error
+        raise _batch_error(proxy, batch, number, error) from error
 
 
-def _refused(proxy: nn.Module, batch: Any, number: int, error: Exception) -> CalibrationError:
+def _batch_error(proxy: nn.Module, batch: Any, number: int, error: Exception) -> CalibrationError:
     keys = f"inputs {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
     return CalibrationError(
         f"batch {number} of the calibration data ({keys}) does not run through {type(proxy).__name__}.forward: {error}"
@@ -107,37 +98,37 @@ def _refused(proxy: nn.Module, batch: Any, number: int, error: Exception) -> Cal
 
 
 def own(value: Any) -> Any:
-    """Return a structure with copies of its leaves, without their gradients; one leaf in two places stays one."""
-    found, rebuilt = flattened(value)
+    """Return a structure with copies of its leaves, without gradients; a shared leaf stays shared."""
+    leaf_values, rebuild = flattened(value)
     memo: dict[int, Any] = {}
-    for leaf in found:
+    for leaf in leaf_values:
         if isinstance(leaf, Tensor) and id(leaf) not in memo:
             memo[id(leaf)] = leaf.detach().clone()
-    return rebuilt([copy.deepcopy(leaf, memo) for leaf in found])
+    return rebuild([copy.deepcopy(leaf, memo) for leaf in leaf_values])
 
 
 def own_tensors(value: Any) -> Any:
-    """Return a structure with copies of its tensors, of which gradients reach the originals.
+    """Return a structure with copies of its tensors, through which gradients reach the originals.
 
-    Objects that a model is given to be filled, such as caches, are the same ones.
+    Other objects, such as caches that a model fills, are not copied.
     """
-    found, rebuilt = flattened(value)
-    copies = {id(leaf): leaf.clone() for leaf in found if isinstance(leaf, Tensor)}
-    return rebuilt([copies.get(id(leaf), leaf) for leaf in found])
+    leaf_values, rebuild = flattened(value)
+    copies = {id(leaf): leaf.clone() for leaf in leaf_values if isinstance(leaf, Tensor)}
+    return rebuild([copies.get(id(leaf), leaf) for leaf in leaf_values])
 
 
 def on_own_tensors(run: partial[Any]) -> partial[Any]:
-    """Return the call of a module, ``run(module, *args, **keywords)``, with copies of the tensors among its inputs."""
+    """Return the module call ``run(module, *args, **keywords)`` with copies of its input tensors."""
     args, keywords = own_tensors((run.args[1:], run.keywords))
     return partial(run.func, run.args[0], *args, **keywords)
 
 
 def written_by(run: partial[Any]) -> list[str]:
-    """Return the names of the inputs that a call which ``on_own_tensors`` returned has written into."""
+    """Return the names of the inputs that a call of ``on_own_tensors`` modified in place."""
     named = {**{f"argument {place}": value for place, value in enumerate(run.args[1:])}, **run.keywords}
 
     def is_written(leaf: Any) -> bool:
-        # A copy is of version 0.
+        # A fresh copy has version 0.
         return isinstance(leaf, Tensor) and tensor_version(leaf) > 0
 
     return [name for name, value in named.items() if any(map(is_written, flattened(value)[0]))]
@@ -145,7 +136,7 @@ def written_by(run: partial[Any]) -> list[str]:
 
 @contextmanager
 def given_copies(model: nn.Module) -> Iterator[None]:
-    """Give a model copies of the tensors that it is called with in the block: its forward may write into them."""
+    """Call a model with copies of its input tensors inside the block, because its forward may write into them."""
     handle = model.register_forward_pre_hook(_copy_inputs, prepend=True, with_kwargs=True)
     try:
         yield
@@ -159,46 +150,46 @@ def _copy_inputs(model: nn.Module, args: Any, keywords: Any) -> Any:
 
 def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return a copy of the inputs: a loader may reuse the tensors, and a model may write into them."""
-    made: tuple[tuple[Any, ...], Mapping[str, Any]] = own((args, dict(keywords)))
-    return made
+    copies: tuple[tuple[Any, ...], Mapping[str, Any]] = own((args, dict(keywords)))
+    return copies
 
 
 Row = TypeVar("Row")
 Batch = TypeVar("Batch")
 
-_SEVERAL = 4
+_SPLIT_COUNT = 4
 
-WITHOUT_VALUES = "a tensor on the device meta, which has no values: give one with values, as on the CPU"
-"""What is wrong with such a tensor, and what to do."""
+WITHOUT_VALUES = "a tensor on the device meta, which has no values: pass a tensor on a real device, such as the CPU"
+"""Description of a meta tensor in errors, with the fix."""
 
 BATCH_ROWS = 32
-"""How many samples of a tensor, an array or a ``Dataset`` are one batch."""
+"""Number of samples per batch of a tensor, an array or a ``Dataset``."""
 
 MOST_ROWS = 4096
-"""How many samples are read of data that states no length, and may have no end, unless ``samples`` says how many."""
+"""Number of samples that are read from data without a length, unless ``samples`` is given."""
 
 
 def in_several(make: Callable[[Sequence[Row]], list[Batch]], samples: Sequence[Row]) -> list[Batch]:
-    """Return the batches that ``make`` gives for samples to calibrate on, and four in place of a single one.
+    """Return the batches that ``make`` makes of samples to calibrate on, but four instead of a single one.
 
-    Of one batch nothing is chosen: what is chosen on some batches is checked on others.
+    Algorithms check a choice on other batches than those that it was made on, so they need several.
     """
     batches = make(samples)
     if len(batches) != 1:
         return batches
-    size = math.ceil(len(samples) / _SEVERAL)
+    size = math.ceil(len(samples) / _SPLIT_COUNT)
     return [batch for start in range(0, len(samples), size) for batch in make(samples[start : start + size])]
 
 
 def batches_of(model: nn.Module, data: Any, samples: int | None = None) -> Iterator[Any]:
-    """Yield batches without their labels, with tensors in the place of arrays, and where the model is."""
+    """Yield batches without labels, with tensors instead of arrays, on the device of the model."""
     if samples is not None and samples < 1:
-        raise CalibrationError(f"samples: got {samples}; expected the number of samples to read, from 1")
+        raise CalibrationError(f"samples={samples}: expected the number of samples to read, 1 or more")
     return _read(Forward.of(model), _dtype(model), _device(model), _iterable(data, samples), samples)
 
 
 def length_of(data: Any, samples: int | None = None) -> int | None:
-    """Return how many batches ``batches_of`` yields, if that is known before; None: it is not."""
+    """Return the number of batches that ``batches_of`` yields; None if it is unknown in advance."""
     if samples is not None and not isinstance(data, Tensor | np.ndarray | Dataset):
         return None
     try:
@@ -208,7 +199,7 @@ def length_of(data: Any, samples: int | None = None) -> int | None:
 
 
 def row_count(batch: Any) -> int:
-    """Return how many samples a batch has: the first size of its first tensor; 1 if it has none."""
+    """Return the number of samples in a batch, which is axis 0 of its first tensor; 1 without a tensor."""
     values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, tuple | list) else [batch]
     for value in values:
         if isinstance(value, Tensor):
@@ -226,7 +217,7 @@ def _read(
     loader = iter(data)
     while most is None or read < most:
         try:
-            given = next(loader)
+            item = next(loader)
         except StopIteration:
             return
         except QuantizerError:
@@ -237,67 +228,66 @@ def _read(
                 f"{type(error).__name__}: {error}"
             ) from error
         if limit is not None and read >= limit:
-            told = f"the calibration data states no length and goes on after {read} samples, where it was stopped"
-            warn_user([f"{told}: samples=... says how many to take, more or fewer"])
+            message = f"the calibration data has no length; reading stopped after {read} samples"
+            warn_user([f"{message}: pass samples=... to read more or fewer"])
             return
-        batch = without_label(forward, _with_tensors(given, dtype, number), number)
+        batch = without_label(forward, _with_tensors(item, dtype, number), number)
         yield batch if device is None else beside(device, batch)
         number, read = number + 1, read + max(row_count(batch), 1)
 
 
 def _iterable(data: Any, samples: int | None) -> Iterable[Any]:
-    """Return an iterable of batches; of a tensor, an array or a map-style data set only the samples that are asked
-    for."""
+    """Return an iterable of batches; tensors, arrays and map-style data sets yield only ``samples`` samples."""
     if isinstance(data, Tensor | np.ndarray):
         if data.ndim == 0:
-            raise CalibrationError("the calibration data is a single number: give an array or tensor of samples")
-        places = _places(len(data), samples)
+            raise CalibrationError("the calibration data is a single number: pass an array or tensor of samples")
+        places = _sample_indices(len(data), samples)
         return [data[chunk] for chunk in np.split(places, range(BATCH_ROWS, len(places), BATCH_ROWS)) if len(chunk)]
     if isinstance(data, Dataset):
         if not isinstance(data, IterableDataset):
-            data = Subset(data, _places(len(data), samples).tolist())  # type: ignore[arg-type]
-        # A loader draws a number; drawn from a generator of its own, the user's random numbers stay the same.
+            data = Subset(data, _sample_indices(len(data), samples).tolist())  # type: ignore[arg-type]
+        # A loader draws a random number. Its own generator keeps the user's random numbers unchanged.
         return DataLoader(data, batch_size=BATCH_ROWS, generator=torch.Generator())
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
         raise CalibrationError(
-            f"the calibration data is a {type(data).__name__}; give an iterable of batches, each a mapping, a tuple "
-            "or list, or one tensor: a list of one is [batch]; or a DataLoader, a Dataset, a tensor or an array of "
+            f"the calibration data is a {type(data).__name__}; pass an iterable of batches, each a mapping, a tuple "
+            "or list, or one tensor (a single batch is [batch]); or a DataLoader, a Dataset, a tensor or an array of "
             "samples"
         )
     return data
 
 
-def _places(length: int, samples: int | None) -> npt.NDArray[np.int64]:
-    """Return the places of ``samples`` samples at equal distances; of all if there are no more."""
+def _sample_indices(length: int, samples: int | None) -> npt.NDArray[np.int64]:
+    """Return ``samples`` equally spaced indices; all indices if there are not more."""
     if samples is None or samples >= length:
         return np.arange(length)
     return np.arange(samples) * length // samples
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Return the type of the model's parameters, which the floats of arrays get: NumPy makes doubles unasked."""
+    """Return the float type of the model's parameters, to which float arrays are cast, as NumPy makes doubles."""
     floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     return next(floats, torch.float32)
 
 
 def _device(model: nn.Module) -> torch.device | None:
-    """Return where the model is; None if its parts are in several places, or without values."""
+    """Return the device of the model; None if it spans several devices or the meta device."""
     places = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
     return next(iter(places)) if len(places) == 1 and torch.device("meta") not in places else None
 
 
 def beside(place: nn.Module | torch.device, batch: Any) -> Any:
-    """Return a batch with its tensors on a device, or where a model is, as a loader makes them on the CPU.
+    """Return a batch with its tensors on a device, or on the device of a model.
 
-    One that has a tensor there stays as it is, and so does one for a model that is in several places: somebody has put
-    its parts where they belong.
+    A batch with a tensor on that device stays as it is, and so does a batch for a model on several devices: its tensors
+    are already placed.
     """
     device = place if isinstance(place, torch.device) else _device(place)
-    found = {tensor.device for tensor in _tensors(batch)}
-    nowhere = torch.device("meta")
-    if device not in (None, nowhere) and nowhere in found:
-        raise CalibrationError(f"a batch holds {WITHOUT_VALUES}")
-    return batch if device is None or device in found or not found else _moved(batch, device)
+    devices = {tensor.device for tensor in _tensors(batch)}
+    meta = torch.device("meta")
+    if device not in (None, meta) and meta in devices:
+        raise CalibrationError(f"a batch contains {WITHOUT_VALUES}")
+    return batch if device is None or device in devices or not devices else _moved(batch, device)
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
@@ -323,7 +313,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def _with_tensors(batch: Any, dtype: torch.dtype, number: int) -> Any:
-    """Return a batch with tensors in the place of arrays; one without arrays as it is."""
+    """Return a batch with tensors in place of arrays; a batch without arrays is not copied."""
     if isinstance(batch, np.ndarray):
         return _tensor(batch, dtype, number)
     if hasattr(batch, "keys"):
@@ -342,13 +332,13 @@ def _tensor(array: npt.NDArray[Any], dtype: torch.dtype, number: int) -> Tensor:
         tensor = torch.tensor(array)
     except TypeError as error:
         raise CalibrationError(
-            f"batch {number} of the calibration data holds an array of {array.dtype}, which is no tensor: {error}"
+            f"batch {number} of the calibration data has an array of {array.dtype}, which torch cannot convert: {error}"
         ) from error
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 FEWEST_SAMPLES = 32
-"""With fewer samples than that ranges depend on which samples they are."""
+"""With fewer samples, ranges depend on the choice of samples."""
 
 _PASSED = ("quantizer", "tqdm")
 """Packages whose frames lie between a user's line and a warning."""
@@ -356,31 +346,30 @@ _PASSED = ("quantizer", "tqdm")
 _IMAGE = 4  # axes of a batch of images: [B, C, H, W]
 _BYTE = 255
 _BRIGHT = 128
-"""Pixels of photographs reach this value in any batch; counts and flags of another kind of input rarely do."""
+"""Photographs have pixels of at least this value in any batch; counts and flags rarely do."""
 _FEWEST_PAIRS = 4096
-_RELATED = 0.05
-"""Correlation of neighbouring pixels: noise of 4,096 pairs has less in 99.9% of cases; photographs have 0.8 or more."""
+_NOISE_CORRELATION = 0.05
+"""Least correlation of neighbouring pixels: 99.9% of noise with 4,096 pairs has less, photographs have 0.8 or more."""
 
 
 def doubts_of_calibration(model: nn.Module, samples: int) -> Iterator[str]:
-    """Yield the doubts about a calibration: the model computes otherwise in the mode that it is in, or samples are
-    few."""
+    """Yield warnings about a calibration: the model is in train mode, or there are few samples."""
     changing = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
     if any(module.training and isinstance(module, changing) for module in model.modules()):
         yield (
-            f"the {type(model).__name__} is in train mode: calibration, and every engine, computes in eval mode, so "
-            "what it returns now is no measure for them; call model.eval()"
+            f"the {type(model).__name__} is in train mode, but calibration and engines compute in eval mode, so its "
+            "current outputs differ from theirs; call model.eval()"
         )
     if samples < FEWEST_SAMPLES:
         yield (
             f"calibrated on {samples} {'sample' if samples == 1 else 'samples'}: ranges of fewer than "
-            f"{FEWEST_SAMPLES} depend on "
-            "which samples they are; give 128 or more, like those that the model will see"
+            f"{FEWEST_SAMPLES} samples depend on "
+            "their choice; use 128 or more that resemble the inputs of the model in use"
         )
 
 
 def doubts_of_batch(batch: Any) -> Iterator[str]:
-    """Yield the doubts about images [B, C, H, W] of floats in a batch: bytes, or noise."""
+    """Yield warnings about float images [B, C, H, W] in a batch that contain bytes or noise."""
     values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, tuple | list) else [batch]
     for value in values:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == _IMAGE and value.numel():
@@ -391,22 +380,22 @@ def _doubts_of_images(images: Tensor) -> Iterator[str]:
     low, high = images.aminmax()
     if low >= 0 and _BRIGHT <= high <= _BYTE and torch.equal(images, images.round()):
         yield (
-            f"images of the calibration data are whole numbers from {low:.0f} to {high:.0f}, as pixels are before they "
-            "are normalized: if the model is used on normalized images, calibrate it on such"
+            f"images of the calibration data are whole numbers from {low:.0f} to {high:.0f}, like pixels before "
+            "normalization: if the model is used on normalized images, calibrate it on normalized images"
         )
     left, right = images[..., :-1].flatten(), images[..., 1:].flatten()
     if left.numel() < _FEWEST_PAIRS or low == high:
         return
-    related = float(torch.corrcoef(torch.stack([left, right]))[0, 1])
-    if abs(related) < _RELATED:
+    correlation = float(torch.corrcoef(torch.stack([left, right]))[0, 1])
+    if abs(correlation) < _NOISE_CORRELATION:
         yield (
-            f"images of the calibration data look like noise (neighbouring pixels correlate by {related:.2f}): ranges "
-            "and scores of made-up images say nothing of real ones"
+            f"images of the calibration data look like noise (correlation of neighbouring pixels {correlation:.2f}): "
+            "calibrate on real images, because ranges and scores of synthetic ones do not apply to them"
         )
 
 
 def warn_user(doubts: Iterable[str]) -> None:
-    """Warn of each doubt, at the line outside of this package that led to it."""
+    """Warn of each doubt at the user's line that called this package."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in _PASSED:
         level, frame = level + 1, frame.f_back
@@ -418,24 +407,27 @@ ARRAY_FILES = (".npz", ".safetensors")
 
 
 def array_batches(path: Path, batch_rows: int, samples: int | None = None) -> list[dict[str, Tensor]]:
-    """Return the batches of a file, or of a folder of files: tensors by name, with their samples along axis 0.
+    """Return the batches of a file or of a folder of files: tensors by name, with samples along axis 0.
 
     Args:
-        path: a file, whose arrays are cut into batches; or a folder, of which each file is one batch, so that batches
-            may differ in their shapes.
-        batch_rows: how many samples of a file are one batch.
-        samples: how many samples are read at most; of a folder the batches that begin before; None: all.
+        path: a file, whose arrays are cut into batches; or a folder, in which each file is one batch, so that shapes
+            may differ between batches.
+        batch_rows: the number of samples per batch of a file.
+        samples: the largest number of samples to read; None: all. A folder yields the batches that begin before it.
+
+    Raises:
+        CalibrationError: there are no such files, a file is damaged, or its arrays differ in length.
     """
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in ARRAY_FILES)
         if not files:
-            raise CalibrationError(f"the folder {path} has no file of arrays: expected {' or '.join(ARRAY_FILES)}")
-        found, read = [], 0
+            raise CalibrationError(f"the folder {path} contains no {' or '.join(ARRAY_FILES)} files")
+        batches, read = [], 0
         for file in files:
             if samples is None or read < samples:
-                found.append(_arrays(file))
-                read += len(next(iter(found[-1].values())))
-        return found
+                batches.append(_arrays(file))
+                read += len(next(iter(batches[-1].values())))
+        return batches
     arrays = _arrays(path)
     count = len(next(iter(arrays.values())))
     count = count if samples is None else min(samples, count)
@@ -448,16 +440,16 @@ def array_batches(path: Path, batch_rows: int, samples: int | None = None) -> li
 def _arrays(path: Path) -> dict[str, Tensor]:
     if path.suffix.lower() not in ARRAY_FILES or not path.is_file():
         raise CalibrationError(
-            f"{path} is no file of arrays that exists: expected {' or '.join(ARRAY_FILES)}, with an array for each "
-            "input of the model, by its name"
+            f"{path} is not an existing {' or '.join(ARRAY_FILES)} file; expected one with an array for each input of "
+            "the model, by name"
         )
     arrays = _of_numpy(path) if path.suffix.lower() == ".npz" else _of_safetensors(path)
     lengths = {name: len(tensor) if tensor.dim() else 0 for name, tensor in arrays.items()}
     if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in arrays.items()) or "none"
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in arrays.items()) or "none"
         raise CalibrationError(
-            f"{path}: the arrays have not one number of samples (axis 0), from 1: {told}; give each input as many "
-            f"samples"
+            f"{path}: the arrays differ in the number of samples (axis 0), or have none: {shapes}; give each input "
+            f"the same number of samples, 1 or more"
         )
     return arrays
 
@@ -470,18 +462,18 @@ def _of_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CalibrationError(f"{path} is damaged, or no .safetensors file: {error}") from error
+        raise CalibrationError(f"{path} is damaged or not a .safetensors file: {error}") from error
 
 
 def _of_numpy(path: Path) -> dict[str, Tensor]:
     try:
         # Objects in such a file are pickled, and are not read.
-        with np.load(path, allow_pickle=False) as held:
-            if not isinstance(held, Mapping):
-                raise CalibrationError(f"{path} holds one array without a name; save it with np.savez and its name")
-            return {name: torch.from_numpy(held[name]) for name in held}
+        with np.load(path, allow_pickle=False) as arrays:
+            if not isinstance(arrays, Mapping):
+                raise CalibrationError(f"{path} contains one array without a name; save it with np.savez and its name")
+            return {name: torch.from_numpy(arrays[name]) for name in arrays}
     except (OSError, ValueError, EOFError, TypeError, KeyError) as error:
-        raise CalibrationError(f"{path} is damaged, or holds what is no array of numbers: {error}") from error
+        raise CalibrationError(f"{path} is damaged or contains an array without numbers: {error}") from error
 
 
 _LABELS = frozenset({"label", "labels", "target", "targets", "y"})
@@ -494,10 +486,10 @@ class Forward:
 
     Attributes:
         owner: the name of the model's class.
-        names: those that can be given by position.
-        required: how many of these have no default.
-        most: how many can be given by position; infinite with ``*args``.
-        keywords: the names that can be given by keyword; None: any.
+        names: the positional arguments.
+        required: the number of positional arguments without a default.
+        most: the largest number of positional arguments; infinite with ``*args``.
+        keywords: the keyword arguments; None: any.
     """
 
     owner: str
@@ -508,7 +500,7 @@ class Forward:
 
     @classmethod
     def of(cls, model: nn.Module) -> Forward:
-        """Return the arguments of a model's ``forward``; any, where it does not tell them."""
+        """Return the arguments of a model's ``forward``; without a signature, any arguments."""
         owner = type(model).__name__
         try:
             parameters = inspect.signature(model.forward).parameters.values()
@@ -527,12 +519,12 @@ class Forward:
         )
 
     def takes(self, keys: Sequence[str]) -> bool:
-        """Return whether the model names all of these arguments."""
+        """Return whether the model has arguments with all of these names."""
         return set(keys) <= {*self.names, *(self.keywords or ())}
 
 
 def without_label(forward: Forward, batch: Any, number: int) -> Any:
-    """Return a batch without its label; one that has none as it is."""
+    """Return a batch without its label; a batch without a label is returned as it is."""
     if hasattr(batch, "keys"):
         return _mapping_without_label(forward, batch)
     if not isinstance(batch, tuple | list) or len(batch) < 2:
@@ -543,22 +535,22 @@ def without_label(forward: Forward, batch: Any, number: int) -> Any:
     surplus = len(batch) - forward.most
     if surplus == 1 and isinstance(last, int | float | str):
         raise CalibrationError(
-            f"batch {number} of the calibration data is {_described(batch)}, which is one sample and not a batch: give "
-            f"torch.utils.data.DataLoader(data, batch_size=32), or tensors whose first axis are samples"
+            f"batch {number} of the calibration data is {_described(batch)}, which is one sample, not a batch: pass "
+            f"torch.utils.data.DataLoader(data, batch_size=32), or tensors with samples along axis 0"
         )
-    if surplus == 1 and (len(inputs) == 1 or _one_a_row(last, inputs[0])) and not _one_a_row(inputs[0], last):
+    if surplus == 1 and (len(inputs) == 1 or _is_per_sample(last, inputs[0])) and not _is_per_sample(inputs[0], last):
         return tuple(inputs)
     if surplus > 0:
         raise CalibrationError(
             f"batch {number} of the calibration data is {_described(batch)}, and {forward.owner}.forward takes "
-            f"{_count(forward)}: which of them are its inputs cannot be told. {_cure(forward, len(batch))}"
+            f"{_count(forward)}: it is unclear which parts are inputs. {_how_to_write(forward, len(batch))}"
         )
     name = forward.names[len(inputs)] if len(inputs) < len(forward.names) else None
-    if len(batch) > forward.required and name not in _LABELS and _one_a_row(last, inputs[0]):
+    if len(batch) > forward.required and name not in _LABELS and _is_per_sample(last, inputs[0]):
         place = "one more input" if name is None else f"the input {name!r}"
         raise CalibrationError(
-            f"batch {number} of the calibration data is {_described(batch)}: whether the last is a label or {place} of "
-            f"{forward.owner}.forward cannot be told. {_cure(forward, len(batch))}"
+            f"batch {number} of the calibration data is {_described(batch)}: it is unclear whether the last part is a "
+            f"label or {place} of {forward.owner}.forward. {_how_to_write(forward, len(batch))}"
         )
     return batch
 
@@ -570,8 +562,8 @@ def _mapping_without_label(forward: Forward, batch: Any) -> Any:
     return inputs if inputs and len(inputs) < len(batch) else batch
 
 
-def _one_a_row(value: Any, inputs: Any) -> bool:
-    """Return whether a value has one number for each sample, and the inputs have more."""
+def _is_per_sample(value: Any, inputs: Any) -> bool:
+    """Return whether a tensor has one number per sample, and the inputs have more."""
     if not isinstance(value, Tensor) or not isinstance(inputs, Tensor) or not value.dim() or not inputs.dim():
         return False
     return value.numel() == value.shape[0] == inputs.shape[0] and inputs.dim() > value.dim()
@@ -592,15 +584,15 @@ def _count(forward: Forward) -> str:
     return f"{'one input' if most == 1 else f'{most} inputs'} ({', '.join(forward.names)})"
 
 
-def _cure(forward: Forward, parts: int) -> str:
+def _how_to_write(forward: Forward, parts: int) -> str:
     """Return how to write batches without a label, and with all parts as inputs."""
-    kept = max(1, min(forward.required, parts - 1))
-    names = [(*forward.names, *"abcdefgh")[place] for place in range(kept)]
-    rest = ["_"] if parts - kept == 1 else ["*_"]
-    inputs = names[0] if kept == 1 else f"({', '.join(names)})"
-    without = f"Without the label:  [{inputs} for {', '.join([*names, *rest])} in loader]"
+    input_count = max(1, min(forward.required, parts - 1))
+    names = [(*forward.names, *"abcdefgh")[place] for place in range(input_count)]
+    ignored = ["_"] if parts - input_count == 1 else ["*_"]
+    inputs = names[0] if input_count == 1 else f"({', '.join(names)})"
+    without = f"Without the label:  [{inputs} for {', '.join([*names, *ignored])} in loader]"
     if parts > len(forward.names):
         return without
-    every = forward.names[:parts]
-    named = ", ".join(f'"{name}": {name}' for name in every)
-    return f"{without}  With all of them as inputs:  [{{{named}}} for {', '.join(every)} in loader]"
+    all_names = forward.names[:parts]
+    named = ", ".join(f'"{name}": {name}' for name in all_names)
+    return f"{without}  With all of them as inputs:  [{{{named}}} for {', '.join(all_names)} in loader]"

@@ -1,11 +1,8 @@
-"""Python processes that this one starts: none of them imports modules of the current folder.
+"""Python processes that this package starts, and interrupts inside C++ code.
 
-``python -m`` and ``python -c``, and with it ``multiprocessing``, look for every module in the current folder first. A
-file named ``socket.py`` or ``torch.py`` there would be executed. Whoever starts a process uses this module.
-
-Interrupts that other people's code may swallow, raised again after it.
-
-What a launcher such as ``torchrun`` tells this process in its environment.
+``python -m``, ``python -c`` and ``multiprocessing`` search the current folder first, so a file ``socket.py`` or
+``torch.py`` there would be executed. The functions of this file start processes without that folder. They also raise
+interrupts again that libraries swallow, and read the rank that ``torchrun`` sets.
 """
 
 from __future__ import annotations
@@ -22,12 +19,12 @@ from types import FrameType
 
 
 def python_command(module: str, *words: object) -> list[str]:
-    """Return the command that runs a module in a fresh Python process; start it with ``child_environment()``."""
+    """Return the command that runs a module in a new Python process; start it with ``child_environment()``."""
     return [sys.executable, "-P", "-m", module, *map(str, words)]
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of such a process, in which it finds this package; its own children are as safe."""
+    """Return an environment in which a child process finds this package, but no modules of the current folder."""
     root = str(Path(__file__).resolve().parents[2])
     # An empty entry would be the current folder.
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -39,7 +36,7 @@ def child_environment() -> dict[str, str]:
 
 @contextmanager
 def safe_children() -> Iterator[None]:
-    """Let processes that a library starts inside the block be as safe: they inherit the environment."""
+    """Give processes that a library starts inside the block the environment of ``child_environment``."""
     names = ("PYTHONPATH", "PYTHONSAFEPATH")
     before = {name: os.environ.get(name) for name in names}
     safe = child_environment()
@@ -54,20 +51,20 @@ def safe_children() -> Iterator[None]:
                 os.environ[name] = value
 
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def interrupts_end_the_block() -> Iterator[None]:
-    """Raise at the end of the block an interrupt that came in it and was swallowed there.
+    """Raise at the end of the block an interrupt that code inside it swallowed.
 
-    torch's export and compiler run Python from C++ and catch what it raises, so that a Ctrl-C can be lost in them and
-    the work goes on. Handlers of signals act as before; the first exception that one of them raised is raised once
-    more where the block ends in another way. Outside of the main thread, where no handler runs, nothing is done.
+    torch's export and compiler run Python from C++ and catch its exceptions, so a Ctrl-C can be lost. Signal handlers
+    act as before. The first exception of a handler is raised again where the block ends in another way. Outside of the
+    main thread, where no handlers run, nothing is done.
     """
     raised: list[BaseException] = []
 
-    def noting(handler: Callable[[int, FrameType | None], object]) -> Callable[[int, FrameType | None], None]:
+    def recording(handler: Callable[[int, FrameType | None], object]) -> Callable[[int, FrameType | None], None]:
         def handle(number: int, frame: FrameType | None) -> None:
             try:
                 handler(number, frame)
@@ -79,23 +76,23 @@ def interrupts_end_the_block() -> Iterator[None]:
 
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in _NUMBERS:
+        for number in _INTERRUPTS:
             handler = signal.getsignal(number)
             if callable(handler):
                 previous[number] = handler
-                signal.signal(number, noting(handler))
+                signal.signal(number, recording(handler))
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
         if raised:
-            # It replaces whatever the swallowed interrupt led to.
+            # The interrupt replaces its consequences.
             raise raised[0] from None
 
 
 def launched() -> tuple[str, int]:
-    """Return the rank of this process as it is told, ``?`` if it is not, and the number of processes, 1 by itself."""
+    """Return the rank (``?`` if unknown) and the number of processes that the launcher set, 0 and 1 without one."""
     size = os.environ.get("WORLD_SIZE", "1")
     count = int(size) if size.isdecimal() else 1
     return (os.environ.get("RANK", "?"), count) if count > 1 else ("0", 1)

@@ -1,7 +1,7 @@
-"""Facts about this machine's CPU, and its use of compiled code.
+"""Properties of this machine's CPU, and trust in engine files with native code.
 
-Most engine files are data for a library. A compiled torch engine holds a shared library, whose code runs with the
-rights of the process as soon as it is loaded.
+Most engine files are data for a library. A compiled torch engine contains a shared library, whose code runs with the
+rights of the process when it is loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INSTRUCTIONS = (
     "i8mm",
     "sve",
 )
-"""CPU flags that decide the speed of INT8 and of floats beside it, as /proc/cpuinfo spells them."""
+"""CPU flags that determine the speed of INT8 and floats, as /proc/cpuinfo spells them."""
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -42,7 +42,7 @@ def cpu_info() -> dict[str, str]:
 
 
 def cpu_instructions() -> tuple[str, ...]:
-    """Return those of ``INSTRUCTIONS`` that this CPU has; empty on other systems."""
+    """Return the entries of ``INSTRUCTIONS`` that this CPU has; empty on other systems."""
     flags = cpu_flags()
     return tuple(name for name in INSTRUCTIONS if name in flags)
 
@@ -54,69 +54,69 @@ def cpu_flags() -> set[str]:
 
 
 def saturates() -> bool:
-    """Return whether this is an x86 CPU without VNNI; False if the system does not tell.
+    """Return whether this is an x86 CPU without VNNI; False if the flags are unknown.
 
-    OpenVINO and ONNX Runtime multiply bytes by VPMADDUBSW there, which adds two products in 16 bits and saturates: a
-    linear with full ranges kept an SQNR of 19 dB.
+    There, OpenVINO and ONNX Runtime multiply bytes by VPMADDUBSW, which adds two products in 16 bits and saturates. A
+    linear with full INT8 ranges had an SQNR of 19 dB.
     """
     flags = cpu_flags()
     return "avx2" in flags and not any("vnni" in flag for flag in flags)
 
 
 COMPILED = "compiled.pt2"
-"""The file with native code in the archive of a compiled torch engine."""
+"""Name of the native code in the archive of a compiled torch engine."""
 
-_BUILT: set[str] = set()
+_BUILT_DIGESTS: set[str] = set()
 
 
 def note_built(code: bytes) -> None:
-    """Remember native code that this process has built."""
-    _BUILT.add(hashlib.sha256(code).hexdigest())
+    """Remember native code that this process built."""
+    _BUILT_DIGESTS.add(hashlib.sha256(code).hexdigest())
 
 
 def built_here() -> list[str]:
-    """Return the SHA-256 of all native code that this process, or a process that it started, has built."""
-    return sorted(_BUILT)
+    """Return the SHA-256 of all native code that this process or its child processes built."""
+    return sorted(_BUILT_DIGESTS)
 
 
 def note_digests(digests: Iterable[str]) -> None:
-    """Remember what ``built_here`` returned in a process that this one started, or that started this one."""
-    _BUILT.update(digests)
+    """Remember the digests that ``built_here`` returned in a child or parent process."""
+    _BUILT_DIGESTS.update(digests)
 
 
 def native_code(path: Path) -> bytes | None:
-    """Return the native code in an engine file; None where it has none."""
+    """Return the native code in an engine file; None for other files."""
     try:
         with zipfile.ZipFile(path) as archive:
-            # One that is compressed could grow without an end, and is refused when the file is loaded.
-            stored = [one for one in archive.infolist() if one.compress_type == zipfile.ZIP_STORED]
-            return next((archive.read(one) for one in stored if one.filename == COMPILED), None)
+            # A compressed entry could expand without limit; loading the file refuses it.
+            stored = [entry for entry in archive.infolist() if entry.compress_type == zipfile.ZIP_STORED]
+            return next((archive.read(entry) for entry in stored if entry.filename == COMPILED), None)
     except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError):
         # Another kind of engine.
         return None
 
 
 def is_untrusted(path: Path) -> bool:
-    """Return whether an engine file holds native code that this process has not built."""
+    """Return whether an engine file contains native code that this process did not build."""
     code = native_code(path)
-    return code is not None and hashlib.sha256(code).hexdigest() not in _BUILT
+    return code is not None and hashlib.sha256(code).hexdigest() not in _BUILT_DIGESTS
 
 
 def check_trust(path: Path, code: bytes, *, trust: bool) -> None:
-    """Raise for native code that is not trusted and that this process has not built.
+    """Raise if native code is not trusted and this process did not build it.
 
     Args:
         path: the engine file, for the message.
-        code: the native code in it.
-        trust: whether the caller trusts whoever built it.
+        code: its native code.
+        trust: whether the user trusts whoever built it.
 
     Raises:
-        EngineError: as said.
+        EngineError: the code is not trusted.
     """
-    if trust or hashlib.sha256(code).hexdigest() in _BUILT:
+    if trust or hashlib.sha256(code).hexdigest() in _BUILT_DIGESTS:
         return
     raise EngineError(
-        f"{path} holds compiled native code, which this process did not build. Loading it runs that code with your "
-        "rights: pass trust=True (--trust on the command line) if you trust whoever built it, or build the engine "
-        "again from its ONNX file"
+        f"{path} contains native code that this process did not build. Loading it runs that code with your rights: "
+        "pass trust=True (--trust on the command line) if you trust whoever built it, or build the engine again "
+        "from its ONNX file"
     )

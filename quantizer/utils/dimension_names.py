@@ -1,12 +1,12 @@
-"""Names of a decoder's cache of keys and values, as the usual runtimes know them; engines read them without torch."""
+"""Names of a decoder's key-value cache in ONNX files, as common runtimes expect them. Imported without torch."""
 
 from __future__ import annotations
 
 CACHE = "past_key_values"
-"""The beginning of the names of inputs: ``past_key_values.0.key`` [batch x heads x tokens x width] is layer 0's."""
+"""Prefix of input names: ``past_key_values.0.key`` [batch x heads x tokens x width] belongs to layer 0."""
 
 PRESENT = "present"
-"""The beginning of the names of outputs, which hold the tokens that were read, too: ``present.0.key``."""
+"""Prefix of output names, such as ``present.0.key``; these tensors also contain the new tokens."""
 
 PAST, TOTAL = "past_sequence", "total_sequence"
-"""Dimensions: the tokens in the cache, and those with the tokens that are read, whose own is ``sequence``."""
+"""Dimensions: the number of tokens in the cache, and its sum with the new tokens, which are ``sequence``."""

@@ -1,6 +1,7 @@
-"""Results that show themselves: as text in a terminal, as tables and pictures in a notebook.
+"""Results that display themselves: as text in a terminal, as tables and charts in a notebook.
 
-How they look is said in ``report/notebook.py``, which is imported when one is shown: what computes knows no report.
+``report/notebook.py`` renders them. It is imported when a result is displayed, so that the core does not depend on
+reports.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cas
 if TYPE_CHECKING:
     from quantizer.report.notebook import Picture
 
-_LOOKS = "quantizer.report.notebook"
+_RENDERER = "quantizer.report.notebook"
 _ROWS = 40
-"""The largest number of samples in ``repr``; ``text()`` returns all."""
+"""Largest number of rows in ``repr``; ``text()`` returns all."""
 
 
 class Looks(Protocol):
-    """The functions of ``report/notebook.py``."""
+    """The rendering functions of ``report/notebook.py``."""
 
     def title(self, shown: Shown) -> str:
         """Return the title of a table, a summary in one line."""
@@ -30,28 +31,28 @@ class Looks(Protocol):
         """Return a result as HTML."""
 
     def picture(self, name: str, shown: Shown, **options: Any) -> Picture:
-        """Return one picture of a result."""
+        """Return one chart of a result."""
 
 
 def looks() -> Looks:
-    """Return the module that shows results."""
-    return cast(Looks, import_module(_LOOKS))
+    """Return the module that renders results."""
+    return cast(Looks, import_module(_RENDERER))
 
 
 class Shown:
-    """A result that shows itself."""
+    """Base of results that display themselves."""
 
     look: ClassVar[str]
-    """The name of its look in ``report/notebook.py``."""
+    """Name of the renderer in ``report/notebook.py``."""
 
     def below(self) -> Sequence[Shown | str]:
-        """Return the results that are shown below this one, and lines for a terminal alone."""
+        """Return results that are displayed below this one, and text lines for a terminal only."""
         return ()
 
     def text(self, limit: int | None = None) -> str:
-        """Return it as plain text with at most ``limit`` rows; None: all rows.
+        """Return the result as plain text with at most ``limit`` rows; None: all rows.
 
-        It is at most 120 columns wide, and as wide as a narrower terminal where that has room for its names.
+        The text is at most 120 columns wide, less in a narrower terminal if the names fit.
         """
         return looks().text(self, limit)
 

@@ -1,19 +1,16 @@
-"""A checksum of tensors, because no file format of tensors detects a flipped bit.
+"""Checksums of tensors and of model weights.
 
-Fingerprints of a model's weights, which detect weights other than those of the calibration.
+Formats of tensor files do not detect flipped bits, so saved tensors get a SHA-256. Ranges of activations are valid only
+for the weights of the calibration, so a ``Fingerprint`` detects changed weights. A version counter would miss writes
+through ``.data``.
 
-Ranges of activations are valid only for the weights they were measured with. A checksum of every parameter detects a
-change; a version counter would miss writes through ``.data``, and weights in a file have none.
+A ``TensorStamp`` shows whether a tensor changed since an earlier time. It combines torch's count of in-place operations
+with a checksum of all values, which must be fast: the range of a weight takes two passes at memory speed, and CRC-32
+takes longer. So the checksum is the CRC-32 of sums of 8-byte words.
 
-The version of a tensor, and its stamp, which shows a later look whether it is the same memory and values.
-
-torch counts in-place operations, but not what ``.data`` or a numpy view writes, so a stamp has a checksum of all values
-as well. It has to be faster than what it saves, which for the range of a weight is two passes at the speed of memory:
-CRC-32 takes longer than those. So 8 bytes at a time are added up, many columns at once, and CRC-32 is of the sums.
-
-Legend: w_i the words of 8 bytes of a part of P Q words, P and Q primes. The sums are those of all w_i with one i mod P,
-and those of all w_i with one i mod Q. No two words have both in common, so that words that change places change sums,
-whatever the width of the matrix.
+Legend: w_i the words of 8 bytes of a part of P Q words, P and Q primes. One set of sums adds all w_i with equal i mod
+P, the other all w_i with equal i mod Q. No two words share both sums, so exchanged words change the sums for any width
+of the matrix.
 """
 
 from __future__ import annotations
@@ -34,24 +31,24 @@ from quantizer.errors import CalibrationError, QuantizerError
 
 def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
     """Return the SHA-256 (hexadecimal) of the name, type, shape and values of every tensor, and of ``text``."""
-    found = hashlib.sha256(text.encode())
+    digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
-        found.update(f"\0{name}\0{value.dtype}\0{list(value.shape)}\0".encode())
-        found.update(value.flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"\0{name}\0{value.dtype}\0{list(value.shape)}\0".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 _SAMPLE = 1024
-"""How many values of a parameter, about, give the mean magnitude that distinguishes a cast from other values."""
+"""Approximate number of values for the mean magnitude, which distinguishes a cast from other changes."""
 
 _CAST = 0.02
-"""The largest relative change of the mean magnitude by a cast: bfloat16 has 8 significant bits."""
+"""Largest relative change of the mean magnitude by a cast; bfloat16 has 8 significant bits."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Print:
-    """The fingerprint of one parameter; the checksum is None if its values cannot be read, as on the meta device."""
+class _ParameterPrint:
+    """Fingerprint of one parameter; the checksum is None if the values cannot be read, as on the meta device."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -61,19 +58,19 @@ class _Print:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The fingerprints of a model's parameters, by path.
+    """Fingerprints of a model's parameters, by path.
 
     Attributes:
-        parameters: the fingerprint of each.
-        stamps: what shows whether a parameter is still what it was then; none of a file.
+        parameters: the fingerprint of each parameter.
+        stamps: the stamp of each parameter, to skip unchanged ones; empty if loaded from a file.
     """
 
-    parameters: Mapping[str, _Print]
+    parameters: Mapping[str, _ParameterPrint]
     stamps: Mapping[str, TensorStamp] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, model: nn.Module, known: Fingerprint | None = None) -> Fingerprint:
-        """Return the fingerprint of a model; it takes one pass over the parameters, at about 5 GB/s."""
+        """Return the fingerprint of a model, in one pass over the parameters at about 5 GB/s."""
         before = {} if known is None else known.stamps
         prints, stamps = {}, {}
         for path, parameter in model.named_parameters():
@@ -83,116 +80,118 @@ class Fingerprint:
         return cls(prints, stamps)
 
     def plain(self) -> dict[str, list[Any]]:
-        """Return the fingerprint as plain values, to be saved."""
+        """Return the fingerprint as plain values, for a file."""
         return {
-            path: [list(one.shape), one.dtype, one.checksum, one.magnitude] for path, one in self.parameters.items()
+            path: [list(entry.shape), entry.dtype, entry.checksum, entry.magnitude]
+            for path, entry in self.parameters.items()
         }
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any] | None) -> Fingerprint | None:
-        """Return the fingerprint whose ``plain()`` this is; None for None."""
+        """Return the fingerprint from the values of ``plain()``; None for None."""
         if values is None:
             return None
         try:
             return cls({str(path): _read(*entry) for path, entry in values.items()})
         except (AttributeError, OverflowError, TypeError, ValueError) as error:
-            raise QuantizerError(f"the fingerprint of the weights cannot be read, it is damaged: {error!r}") from error
+            raise QuantizerError(f"the fingerprint of the weights is damaged: {error!r}") from error
 
 
 def refuse_other_shapes(before: Fingerprint, now: Fingerprint) -> None:
     """Raise if parameters have other shapes than in the calibrated model."""
-    both = ((path, one.shape, now.parameters.get(path)) for path, one in before.parameters.items())
-    found = [(path, shape, other.shape) for path, shape, other in both if other is not None and other.shape != shape]
-    if found:
-        path, was, is_now = found[0]
+    pairs = ((path, entry.shape, now.parameters.get(path)) for path, entry in before.parameters.items())
+    changed = [(path, shape, other.shape) for path, shape, other in pairs if other is not None and other.shape != shape]
+    if changed:
+        path, was, is_now = changed[0]
         raise CalibrationError(
-            f"the calibration belongs to another model: {path} had the shape {list(was)} and has {list(is_now)} here "
-            f"({len(found)} parameters differ); calibrate this model with a Quantizer of its own"
+            f"the calibration belongs to another model: the shape of {path} was {list(was)} and is {list(is_now)} here "
+            f"({len(changed)} parameters differ); calibrate this model with its own Quantizer"
         )
 
 
 def changed_parameters(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """Return the paths of parameters with other values now; a cast to another float type is no change."""
-    both = ((path, one, now.parameters.get(path)) for path, one in before.parameters.items())
-    return [path for path, one, other in both if other is not None and not _alike(one, other)]
+    """Return the paths of parameters with other values; a cast to another float type is not a change."""
+    pairs = ((path, entry, now.parameters.get(path)) for path, entry in before.parameters.items())
+    return [path for path, entry, other in pairs if other is not None and not _alike(entry, other)]
 
 
 def changed_types(before: Fingerprint, now: Fingerprint) -> dict[torch.dtype, torch.dtype]:
-    """Return the float types of the calibrated model whose parameters have another type now, each with that one."""
-    found: dict[str, str] = {}
+    """Return the float types of the calibrated model that were cast, mapped to the current type."""
+    current_types: dict[str, str] = {}
     first: dict[str, str] = {}
-    for path, one in before.parameters.items():
+    for path, entry in before.parameters.items():
         other = now.parameters.get(path)
         if other is None:
             continue
-        if found.setdefault(one.dtype, other.dtype) != other.dtype:
+        if current_types.setdefault(entry.dtype, other.dtype) != other.dtype:
             raise CalibrationError(
-                f"parts of the model were cast since the calibration: {first[one.dtype]} is {found[one.dtype]} and "
-                f"{path} is {other.dtype}, and both were {one.dtype}; calibrate it again as it is now"
+                f"parts of the model were cast since the calibration: {first[entry.dtype]} is "
+                f"{current_types[entry.dtype]} and {path} is {other.dtype}, and both were {entry.dtype}; calibrate the "
+                "model again"
             )
-        first.setdefault(one.dtype, path)
-    kinds = ((getattr(torch, was), getattr(torch, now)) for was, now in found.items() if was != now)
+        first.setdefault(entry.dtype, path)
+    kinds = ((getattr(torch, was), getattr(torch, now)) for was, now in current_types.items() if was != now)
     return {was: now for was, now in kinds if was.is_floating_point and now.is_floating_point}
 
 
 def warn_of_other_weights(before: Fingerprint, now: Fingerprint, buffers: Sequence[str] = ()) -> None:
-    """Warn if parameters of the same shape have other values now, or ``buffers`` that weights are computed from."""
-    found = changed_parameters(before, now)
-    parts = [f"{len(found)} of {len(before.parameters)} parameters"] if found else []
+    """Warn if parameters of the same shape, or ``buffers`` that weights are computed from, have other values."""
+    changed = changed_parameters(before, now)
+    parts = [f"{len(changed)} of {len(before.parameters)} parameters"] if changed else []
     parts += [f"{len(buffers)} buffers that weights are computed from"] if buffers else []
     if parts:
         warnings.warn(
-            f"{' and '.join(parts)} changed since the calibration, the first is {[*found, *buffers][0]}: scales of "
-            "weights are those of the weights that are here now, and the ranges of activations are still those of the "
-            "former ones; calibrate again if they differ by more than a little",
+            f"{' and '.join(parts)} changed since the calibration, the first is {[*changed, *buffers][0]}: the scales "
+            "of weights follow the current weights, but the ranges of activations belong to the former ones; "
+            "calibrate again unless the change is small",
             stacklevel=5,
         )
 
 
-def _alike(one: _Print, other: _Print) -> bool:
-    if one.checksum is None or other.checksum is None or one.shape != other.shape:
+def _alike(entry: _ParameterPrint, other: _ParameterPrint) -> bool:
+    if entry.checksum is None or other.checksum is None or entry.shape != other.shape:
         return True
-    if one.dtype == other.dtype:
-        return one.checksum == other.checksum
-    return abs(one.magnitude - other.magnitude) <= _CAST * max(one.magnitude, other.magnitude)
+    if entry.dtype == other.dtype:
+        return entry.checksum == other.checksum
+    return abs(entry.magnitude - other.magnitude) <= _CAST * max(entry.magnitude, other.magnitude)
 
 
-def _print(value: Tensor) -> _Print:
+def _print(value: Tensor) -> _ParameterPrint:
     shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     if value.is_meta or value.layout is not torch.strided:
-        return _Print(shape, dtype, None, 0.0)
+        return _ParameterPrint(shape, dtype, None, 0.0)
     flat = value.cpu().contiguous().flatten()
     sample = flat[:: max(1, len(flat) // _SAMPLE)].abs().double()
     magnitude = float(sample.nan_to_num(0.0, 0.0, 0.0).mean()) if len(flat) else 0.0
-    return _Print(shape, dtype, zlib.crc32(flat.view(torch.uint8).numpy().data), magnitude)
+    return _ParameterPrint(shape, dtype, zlib.crc32(flat.view(torch.uint8).numpy().data), magnitude)
 
 
-def _read(shape: Any, dtype: Any, checksum: Any, magnitude: Any) -> _Print:
+def _read(shape: Any, dtype: Any, checksum: Any, magnitude: Any) -> _ParameterPrint:
     known = checksum is None or isinstance(checksum, int)
     sizes = isinstance(shape, list) and all(isinstance(size, int) for size in shape)
     if not (known and sizes and isinstance(dtype, str) and isinstance(magnitude, int | float)):
         raise TypeError(f"got {[shape, dtype, checksum, magnitude]!r}")
-    return _Print(tuple(shape), dtype, checksum, float(magnitude))
+    return _ParameterPrint(tuple(shape), dtype, checksum, float(magnitude))
 
 
 _P, _Q = 503, 509
-"""P and Q: odd, so that all signs changed do not add up to no change, and of a part that the caches hold."""
+"""P and Q: odd, so that flipping all signs changes the sums, and small enough that a part fits in the cache."""
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Return torch's count of in-place changes, without those by ``.data``; 0 for a tensor of inference mode."""
+    """Return torch's count of in-place changes, which omits those through ``.data``; 0 for an inference tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStamp:
-    """The state of a tensor at one time: two of one tensor are equal if nothing was written into it between them.
+    """State of a tensor at one time; two stamps of a tensor are equal if it was not modified in between.
 
     Attributes:
-        version: how often torch changed it in place.
+        version: torch's count of in-place changes.
         place: its memory: address, device, type, shape and strides.
-        values: the checksum of its values; None on the meta device, which has none. Where the values cannot be read, as
-            those of another kind of tensor, it is an object that equals no other.
+        values: the checksum of its values; None on the meta device. An object that equals no other if the values cannot
+            be read.
     """
 
     version: int
@@ -201,7 +200,7 @@ class TensorStamp:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorStamp:
-        """Return the stamp of a tensor as it is now; it takes one pass over the values."""
+        """Return the current stamp of a tensor, in one pass over the values."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return cls(0, (), object())
         place = tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
@@ -211,15 +210,15 @@ class TensorStamp:
 def _checksum(tensor: Tensor) -> int:
     """Return a checksum of all bytes of a tensor [*]."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    whole = len(flat) // (8 * _P * _Q) * (8 * _P * _Q)
-    checksum = zlib.crc32(flat[whole:].cpu().numpy().tobytes())
+    summed_bytes = len(flat) // (8 * _P * _Q) * (8 * _P * _Q)
+    checksum = zlib.crc32(flat[summed_bytes:].cpu().numpy().tobytes())
     if flat.device.type == "cpu":
-        # numpy adds along columns three times as fast as torch. The second sum of a part reads it from the cache.
-        for part in flat[:whole].numpy().view(np.uint64).reshape(-1, _P * _Q):
+        # numpy adds along columns three times as fast as torch. The second sum reads the part from the cache.
+        for part in flat[:summed_bytes].numpy().view(np.uint64).reshape(-1, _P * _Q):
             checksum = zlib.crc32(np.add.reduce(part.reshape(_P, _Q), axis=0), checksum)
             checksum = zlib.crc32(np.add.reduce(part.reshape(_Q, _P), axis=0), checksum)
         return checksum
-    aligned = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
+    aligned = flat[:summed_bytes] if flat.storage_offset() % 8 == 0 else flat[:summed_bytes].clone()
     words = aligned.view(torch.int64)
     for rows, columns in ((_P, _Q), (_Q, _P)):
         checksum = zlib.crc32(words.reshape(-1, rows, columns).sum(1).cpu().numpy().tobytes(), checksum)

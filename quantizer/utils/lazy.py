@@ -16,19 +16,28 @@ if TYPE_CHECKING:
 else:
 
     class once_property(cached_property):
-        """A ``cached_property`` for what must not be made twice: threads that ask while it is made wait for it."""
+        """A thread-safe ``cached_property``: other threads wait while the value is computed."""
 
         def __init__(self, function: Callable[[Any], Any]) -> None:
             super().__init__(function)
-            self._making = threading.RLock()
+            self._lock = threading.RLock()
 
         def __get__(self, instance: Any, owner: type | None = None) -> Any:
-            with self._making:
+            with self._lock:
                 return super().__get__(instance, owner)
 
 
 def import_library(extra: str, *names: str) -> ModuleType:
-    """Return the first of the modules ``names`` that is installed."""
+    """Return the first installed module of ``names``.
+
+    Args:
+        extra: the extra of this distribution that installs them, for the message.
+        names: alternative names of the module.
+
+    Raises:
+        MissingDependencyError: no module is installed, or a dependency of it is missing.
+        EngineError: a module is installed but cannot be loaded.
+    """
     for name in names:
         try:
             return importlib.import_module(name)
@@ -37,7 +46,7 @@ def import_library(extra: str, *names: str) -> ModuleType:
                 raise MissingDependencyError(str(error.name), extra) from error
         except (ImportError, OSError) as error:
             raise EngineError(
-                f"{name} is installed but does not load: {error}; "
+                f"{name} is installed but cannot be loaded: {error}; "
                 f"install it again with  {install_command(extra, '--force-reinstall')}"
             ) from error
     raise MissingDependencyError(names[0], extra)

@@ -1,8 +1,8 @@
-"""Parsing and type checks of JSON and YAML files, before their values are used.
+"""Parsing and type checks of JSON and YAML files, which may be damaged, edited by hand or malicious.
 
-A file may be damaged, edited by hand or malicious. A ``ValueError`` names the place in the file and the value expected
-there; the caller adds the name of the file, and what to do. (pydantic's strict mode accepts integers of any size, which
-overflow in torch, reads 1e400 as infinity and knows neither ``Collection`` nor the strings that stand for infinity.)
+A ``ValueError`` names the position in the file and the expected value; the caller adds the name of the file. The strict
+mode of pydantic does not suffice: it accepts integers that overflow in torch, reads 1e400 as infinity, and supports
+neither ``Collection`` nor strings for infinity.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 _DEEPEST = 100
-"""The levels of nesting that are accepted. libyaml recurses for each level, and 100,000 of them crash the process."""
+"""Accepted levels of nesting. libyaml recurses for each level, and 100,000 of them crash the process."""
 _LARGEST = 2**63
 _WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 # Both loaders give the same safe values; libyaml is several times as fast on a large file.
@@ -33,11 +33,11 @@ def json_values(text: str | bytes) -> Any:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         values = json.loads(text)
-        # An escape may be a lone surrogate, which can be neither printed nor written.
+        # An escape may be a lone surrogate, which can neither be printed nor written.
         if "\\u" in text:
             json.dumps(values, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
+        raise ValueError("it is nested too deeply") from error
     except UnicodeEncodeError as error:
         raise ValueError(f"a text in it holds half a character ({error.object[error.start]!r})") from error
     return values
@@ -57,18 +57,21 @@ def yaml_values(text: bytes) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
     except (RecursionError, OverflowError, TypeError, KeyError, IndexError, AttributeError) as error:
         # PyYAML does not catch the errors of values such as 0b, 1:99999... or a date with month 13.
-        raise ValueError(f"a value in it cannot be ({type(error).__name__}: {error})") from error
+        raise ValueError(f"a value in it is not valid YAML ({type(error).__name__}: {error})") from error
 
 
 def decoded(hint: Any, value: Any, path: str, strings: Mapping[str, float] = types.MappingProxyType({})) -> Any:
     """Return a plain value converted to the type of an annotation, recursively.
 
     Args:
-        hint: a dataclass, an enumeration, ``str``, ``int``, ``float``, ``bool``, ``Any``, a union, ``tuple``, ``list``,
-            ``Collection`` (gives a set) or ``Mapping`` of these, or any other class, which no plain value matches.
+        hint: a dataclass, an enumeration, ``str``, ``int``, ``float``, ``bool``, ``Any``, or a union, ``tuple``,
+            ``list``, ``Collection`` (gives a set) or ``Mapping`` of these. No plain value matches any other class.
         value: the value from a file.
-        path: its place in the file, for messages: ``sites[3].operands[0].axis``.
-        strings: strings that stand for numbers, with their numbers.
+        path: its position in the file, for messages: ``sites[3].operands[0].axis``.
+        strings: strings that stand for numbers, such as ``inf``, with their numbers.
+
+    Raises:
+        ValueError: the value does not match the annotation.
     """
     origin = typing.get_origin(hint)
     if hint is Any:
@@ -107,12 +110,14 @@ def _of_scalar(hint: Any, value: Any, path: str) -> Any:
 def _of_union(options: tuple[Any, ...], value: Any, path: str, strings: Mapping[str, float]) -> Any:
     if value is None and type(None) in options:
         return None
-    rest = [option for option in options if option is not type(None)]
-    if len(rest) == 1 and rest[0] not in _WORDS and rest[0] is not Any:
+    value_options = [option for option in options if option is not type(None)]
+    if len(value_options) == 1 and value_options[0] not in _WORDS and value_options[0] is not Any:
         # The message about the part that is wrong is more precise than one about the whole value.
-        return decoded(rest[0], value, path, strings)
-    exact = [option for option in rest if type(value) is option]  # for a union of int and float, 3 stays an int
-    for option in exact or rest:
+        return decoded(value_options[0], value, path, strings)
+    exact = [
+        option for option in value_options if type(value) is option
+    ]  # for a union of int and float, 3 stays an int
+    for option in exact or value_options:
         try:
             return decoded(option, value, path, strings)
         except ValueError:
@@ -121,19 +126,19 @@ def _of_union(options: tuple[Any, ...], value: Any, path: str, strings: Mapping[
 
 
 def _of_sequence(
-    made: type, hints: tuple[Any, ...], value: Any, path: str, strings: Mapping[str, float]
+    result_type: type, hints: tuple[Any, ...], value: Any, path: str, strings: Mapping[str, float]
 ) -> Collection[Any]:
     if not isinstance(value, list | tuple):
         raise _wrong(path, "a list", value)
-    if made is not tuple or hints[-1] is Ellipsis:
+    if result_type is not tuple or hints[-1] is Ellipsis:
         hints = (hints[0],) * len(value)
     if len(hints) != len(value):
         raise _wrong(path, f"a list of {len(hints)}", value)
     pairs = enumerate(zip(hints, value, strict=True))
     result = [decoded(hint, item, f"{path}[{number}]", strings) for number, (hint, item) in pairs]
-    if made is Collection:
+    if result_type is Collection:
         return frozenset(result)
-    return result if made is list else tuple(result)
+    return result if result_type is list else tuple(result)
 
 
 def _of_mapping(hint: Any, value: Any, path: str, strings: Mapping[str, float]) -> dict[str, Any]:

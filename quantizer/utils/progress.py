@@ -1,7 +1,7 @@
-"""Progress of loops, by one rule: a bar in a terminal, never two at once, and nothing where there is no terminal.
+"""Progress bars of loops: one bar at a time, only in a terminal.
 
-A loop inside another one has no bar of its own. A command that prints its own progress has none at all: it opens
-``own_display`` and says what ``open_loops`` gives.
+A loop inside another one has no bar. A command that prints its own progress opens ``own_display``, which hides all
+bars, and reads ``open_loops``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Item = TypeVar("Item")
 
 @dataclass(eq=False)
 class Loop:
-    """A loop under way.
+    """A running loop.
 
     Attributes:
-        title: what it does, such as ``calibration``.
-        unit: one of its steps, such as ``batch``.
-        total: how many steps it has; None: not known, as in a search that ends when it has found something.
-        done: how many are done.
-        note: a few words on the step under way.
+        title: what the loop does, such as ``calibration``.
+        unit: one step, such as ``batch``.
+        total: the number of steps; None if unknown, as in a search.
+        done: the number of completed steps.
+        note: a short text on the current step.
     """
 
     title: str
@@ -40,7 +40,7 @@ class Loop:
         self.reach(self.done + 1, note=note)
 
     def reach(self, done: int, total: int | None = None, note: str = "") -> None:
-        """Count so many steps as done; ``total`` replaces the number of all steps."""
+        """Set the number of completed steps; ``total`` replaces the number of all steps."""
         self.done, self.note = done, note
         self.total = self.total if total is None else total
         if self._bar is not None:
@@ -55,7 +55,7 @@ class Loop:
 
 @dataclass
 class _Shown:
-    """All loops under way, the outermost first, and how many displays show them."""
+    """All running loops, the outermost first, and the number of open ``own_display`` blocks."""
 
     loops: list[Loop] = field(default_factory=list)
     displays: int = 0
@@ -65,13 +65,13 @@ _SHOWN = _Shown()
 
 
 def open_loops() -> tuple[Loop, ...]:
-    """Return the loops under way, the outermost first."""
+    """Return the running loops, the outermost first."""
     return tuple(_SHOWN.loops)
 
 
 @contextmanager
 def own_display() -> Iterator[None]:
-    """Show no bars while the block is open."""
+    """Hide all bars inside the block."""
     _SHOWN.displays += 1
     try:
         yield
@@ -81,12 +81,12 @@ def own_display() -> Iterator[None]:
 
 @contextmanager
 def loop(title: str, *, unit: str, total: int | None = None, done: int = 0, show: bool | None = None) -> Iterator[Loop]:
-    """Show a bar while the block is open; its body counts the steps."""
+    """Show a bar while the block is open; the block counts the steps."""
     opened = Loop(title, unit, total, done)
     hidden = bool(_SHOWN.loops) or _SHOWN.displays > 0 or show is False
     _SHOWN.loops.append(opened)
     try:
-        # Left to itself, tqdm shows a bar wherever it can write.
+        # By default, tqdm shows a bar also outside of a terminal.
         disable = True if hidden else None if show is None else not show
         with tqdm(total=total, initial=done, desc=title, unit=unit, leave=False, disable=disable) as bar:
             opened._bar = bar
@@ -105,7 +105,7 @@ def counted(
     show: bool | None = None,
     note: Callable[[Item], str] = lambda _: "",
 ) -> Iterator[Iterator[Item]]:
-    """Yield the items of a loop, each counted once the next one is asked for; other arguments as of ``loop``."""
+    """Yield an iterator that counts each item as done when the next one is requested; arguments as in ``loop``."""
     with loop(title, unit=unit, total=_length(items) if total is None else total, show=show) as opened:
 
         def steps() -> Iterator[Item]:
@@ -121,5 +121,5 @@ def _length(items: Iterable[Any]) -> int | None:
     try:
         return len(items)  # type: ignore[arg-type]
     except TypeError:
-        # A generator has none, and a DataLoader only that of a data set that has one.
+        # A generator has no length, and neither has a DataLoader of an IterableDataset.
         return None

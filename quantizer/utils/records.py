@@ -1,12 +1,11 @@
-"""Frozen data that the core and the engines find and a report holds, and a row for each layer.
+"""Records: frozen data that the core and the engines produce and a report contains.
 
-Multiply-adds of one layer from the shapes of its tensors; None if the shapes do not determine them.
+Each dataclass here is one object of ``report.json``, with those of ``report/record.py``. The text under a field
+documents it in ``docs/report-format.md``.
 
-Every dataclass here is one object of ``report.json``, with those of ``report/record.py``; the text under a field
-documents it.
-
-A time and an error belong to a group. The time is split among the sites of the group by their multiply-adds; the error
-is that of the whole group, in the line of each of its sites.
+The file also counts the multiply-adds of a layer from the shapes of its tensors, and makes the rows of the tables of
+layers and groups. The time of a group is split among its sites by their multiply-adds; its error is shown in the row of
+each site.
 """
 
 from __future__ import annotations
@@ -25,95 +24,94 @@ from quantizer.plan.reasons import ReasonCode, RuleKind
 from quantizer.utils.plain_values import yaml_values
 
 LOW_PRECISIONS = ("int8", "fp8", "int4", "fp4")
-"""What is asked for when a model is quantized."""
+"""Formats that a quantized model requests."""
 
 LEAST_SHARE = 0.5
-"""The least part of the work that a graph asks for in low precision that an engine has to do in it.
+"""Least share of the requested low-precision work that an engine must run in low precision.
 
-Libraries leave single products in floats, with good reason: a head of three rows, an attention that is fused in floats.
-Below one half it is the graph that they did not take: the other half is then slower than the float model, for what it
-quantizes and dequantizes around it.
+Libraries run single matrix multiplications in float for good reasons, such as a head with three outputs or fused
+attention. Below one half, the engine did not accept the graph, and conversions make it slower than the float model.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Layer of an engine, or node of a graph that was not run by an engine."""
+    """Layer of an engine, or node of a graph that no engine ran."""
 
     name: str
     """Its name in the engine."""
     type: str
-    """What the engine calls this kind of layer."""
+    """The engine's name for this kind of layer."""
     role: str = ""
-    """What it is for: ``product`` (of matrices, or a convolution), ``attention`` (fused, so two products),
-    ``softmax``, ``quantizer`` (quantizes or dequantizes, nothing else), ``cast``, ``reformat`` (of the memory's
-    layout), ``move`` (of values that stay as they are), ``addition``, ``normalization``; empty for any other."""
+    """Its purpose: ``product`` (a matrix multiplication or convolution), ``attention`` (fused, with two matrix
+    multiplications), ``softmax``, ``quantizer`` (only quantizes or dequantizes), ``cast``, ``reformat`` (changes the
+    memory layout), ``move`` (moves values unchanged), ``addition``, ``normalization``; empty for others."""
     precision: str = "unknown"
-    """What it computes in: ``int8``, ``fp8``, ``int4``, ``fp16``, ``bf16``, ``fp32``; ``index`` for whole numbers and
-    truth values that are no data, ``unknown`` where the engine does not tell."""
+    """The precision of its computation: ``int8``, ``fp8``, ``int4``, ``fp16``, ``bf16``, ``fp32``; ``index`` for
+    integers and booleans that are not data, ``unknown`` if the engine does not report it."""
     writes: str = "unknown"
     """The type of its first output, in the same words."""
     nodes: tuple[str, ...] = ()
-    """Names of the ONNX nodes that it was made of, as far as the engine tells."""
+    """Names of the ONNX nodes that it was made of, if the engine reports them."""
     readers: tuple[str, ...] = ()
     """Names of the layers that read its outputs."""
     multiply_adds: int | None = None
-    """Multiply-adds of one run; null for a layer without products, and where they cannot be told."""
+    """Multiply-adds of one run; null for a layer without matrix multiplications, and if unknown."""
     time_us: float | None = None
-    """Median time in one run, in microseconds; null where it was not measured."""
+    """Median time in one run, in microseconds; null if it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionShare:
-    """Share of one precision in the layers, products, multiply-adds and time of an engine."""
+    """Share of one precision in the layers, matrix multiplications, multiply-adds and time of an engine."""
 
     precision: str
     """The precision, in the words of ``Layer.precision``."""
     layers: int
     """Number of layers."""
     products: int
-    """Number of those that are products or fused attention."""
+    """Number of these layers that are matrix multiplications, convolutions or fused attention."""
     layer_share: float
     """Share of all layers, 0 to 1."""
     multiply_add_share: float | None = None
-    """Share of the multiply-adds that could be told, 0 to 1; null where none could."""
+    """Share of the known multiply-adds, 0 to 1; null if none are known."""
     time_share: float | None = None
-    """Share of the time of all layers, 0 to 1; null where it was not measured."""
+    """Share of the time of all layers, 0 to 1; null if it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Precision of an engine's layers, as the engine itself reports it."""
+    """Precision of an engine's layers, as the engine reports it."""
 
     backend: str
-    """The backend that was asked, such as ``openvino``; ``onnx`` where only a file was read."""
+    """The backend, such as ``openvino``; ``onnx`` if only a file was read."""
     verified: bool
-    """Whether this was observed in a running engine. If not, it is what the ONNX file asks for, and no fact."""
+    """Whether a running engine reported this. If not, it is only the request of the ONNX file."""
     note: str
-    """How it was observed: shapes and runs; or why it was not."""
+    """How it was observed (shapes and runs), or why it was not."""
     shares: tuple[PrecisionShare, ...] = ()
     """Shares by precision, the largest in multiply-adds first."""
     attention_fused: int = 0
-    """Number of attention products that run fused, in one layer each."""
+    """Number of attention matrix multiplications that run fused, in one layer each."""
     attention_apart: int = 0
-    """Number of attentions that are taken apart: a softmax of its own between products."""
+    """Number of attentions that are not fused: a separate softmax between matrix multiplications."""
     quantizers: int = 0
-    """Layers that do nothing but quantize or dequantize."""
+    """Layers that only quantize or dequantize."""
     casts: int = 0
-    """Layers that do nothing but convert to another type."""
+    """Layers that only convert to another type."""
     reformats: int = 0
-    """Layers that do nothing but change the layout in memory."""
+    """Layers that only change the memory layout."""
     float_outputs: int = 0
-    """Products in low precision that write floats."""
+    """Matrix multiplications in low precision that write float."""
     uncounted: int = 0
-    """Products whose multiply-adds could not be told."""
+    """Matrix multiplications with unknown multiply-adds."""
     reasons: tuple[str, ...] = ()
-    """Why products run in floats, or write them, in words."""
+    """Why matrix multiplications run in float or write float."""
     layers: tuple[Layer, ...] = ()
-    """The layers in the order in which they run, constants left out."""
+    """The layers in the order in which they run, without constants."""
 
     def low_share(self) -> float | None:
-        """Return the share of multiply-adds in low precision, else of products; None if there is no product."""
+        """Return the low-precision share of multiply-adds, or of matrix multiplications if unknown."""
         products = sum(share.products for share in self.shares)
         if products == 0:
             return None
@@ -127,9 +125,10 @@ Shape = Sequence[int]
 
 
 def matmul_work(left: Shape, output: Shape) -> int | None:
-    """Return the multiply-adds of [.., M, K] times [.., K, N], either transposed, from the left operand and the output.
+    """Return the multiply-adds of [.., M, K] times [.., K, N] from the shapes of the left operand and the output.
 
-    Only the product of the left operand's last two sizes counts, so its orientation does not matter.
+    Only the product of the left operand's last two sizes counts, so either operand may be transposed. None if the
+    shapes do not fit.
     """
     if len(left) < 2 or len(output) < 2:
         return None
@@ -140,9 +139,9 @@ def matmul_work(left: Shape, output: Shape) -> int | None:
 
 
 def convolution_work(weight: Shape, channels: int, output: Shape) -> int | None:
-    """Return the multiply-adds of a convolution whose ``weight`` makes ``channels`` channels, in any layout.
+    """Return the multiply-adds of a convolution with ``channels`` output channels, in any layout; None if unknown.
 
-    A transposed convolution swaps input and output: pass its input's channels, and its input as ``output``.
+    For a transposed convolution, input and output are swapped: pass its input channels, and its input as ``output``.
     """
     if channels == 0 or prod(weight) % channels:
         return None
@@ -150,7 +149,7 @@ def convolution_work(weight: Shape, channels: int, output: Shape) -> int | None:
 
 
 def attention_work(query: Shape, key: Shape, value: Shape, output: Shape) -> int | None:
-    """Return the multiply-adds of both products of a fused attention with output [.., S, D], in any orientation."""
+    """Return the multiply-adds of a fused attention with output [.., S, D], in any layout; None if unknown."""
     if len(output) < 2 or min(output) == 0:
         return None
     heads, rows, width = prod(output[:-2]), output[-2], output[-1]
@@ -163,7 +162,7 @@ def attention_work(query: Shape, key: Shape, value: Shape, output: Shape) -> int
 
 
 class Record:
-    """The base of a record: lists among the arguments become tuples, so that records compare by value."""
+    """Base of records. It turns lists into tuples, so that records compare by value."""
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
@@ -177,11 +176,11 @@ class Score(Record):
     """The score of one form of the model on the evaluation data."""
 
     which: str
-    """Which form: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built engine), or
-    ``simulation`` (the proxy with its float part in half precision, if the engine could not run). A run with training
-    has ``ptq`` (the proxy before training) and ``qat`` (the proxy after it) in place of ``proxy``."""
+    """The form: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built engine), or
+    ``simulation`` (the proxy with its float part in half precision, if the engine could not run). A run with
+    training has ``ptq`` (the proxy before training) and ``qat`` (the proxy after it) in place of ``proxy``."""
     value: float
-    """The metric's value."""
+    """The value of the metric."""
     metric: str
     """Name of the metric, such as ``spearman`` or ``accuracy``."""
     paired: Mapping[str, float | None] = field(default_factory=dict)
@@ -197,13 +196,13 @@ class Score(Record):
 
 
 def quantized_score(scores: Sequence[Score]) -> Score | None:
-    """Return the score of the headline: that of the form nearest to the engine, else the last that is not float."""
+    """Return the score of the headline, of the form nearest to the engine; None without a quantized form."""
     by_name = {entry.which: entry for entry in scores if entry.which != "float"}
     nearest = (by_name[which] for which in ("engine", "simulation", "qat", "proxy") if which in by_name)
     return next(nearest, next(reversed(by_name.values()), None))
 
 
-_QUIET = (
+_HIDDEN_REASONS = (
     ReasonCode.NOT_TENSORS,
     ReasonCode.ADD_BROADCASTS,
     ReasonCode.ADD_PARAMETER,
@@ -228,11 +227,11 @@ class Operand(Record):
     dtype: str = "int8"
     """Its number format if it is quantized: ``int8``, ``uint8``, ``fp8``, ``int4``."""
     dynamic: bool = False
-    """Whether its range is that of its values at each run, so that it has neither ``amax`` nor ``scale``."""
+    """Whether its range is computed from its values at each run. Such an operand has neither ``amax`` nor ``scale``."""
     block_size: int | None = None
-    """How many neighbours along the input channels of a weight share a scale; null without blocks."""
+    """Number of neighbours along the input channels of a weight that share a scale; null without blocks."""
     zero_point: int | None = None
-    """The code of 0.0 in an asymmetric format; null in a symmetric one."""
+    """The quantized value of 0.0 in an asymmetric format; null in a symmetric one."""
     minimum: float | None = None
     """Lowest value in calibration; null if there was none."""
     maximum: float | None = None
@@ -240,15 +239,15 @@ class Operand(Record):
     amax: float | None = None
     """Largest absolute value that the format represents (over all channels); null if there is no range."""
     scale: float | None = None
-    """Scale, the value of one step of the format (the largest of all channels); null if there is no range."""
+    """Scale, the distance between two quantized values (the largest of all channels); null if there is no range."""
     channels: int = 1
-    """Number of scales: 1 is per tensor, more are one for each output channel, block, or call of a pass."""
+    """Number of scales: 1 for per-tensor, otherwise one per output channel, block, or call in a forward pass."""
     sqnr_db: float | None = None
     """Signal to quantization noise of this operand in calibration, in dB; null if it was not measured."""
     clipped: float | None = None
     """Share of the values beyond the range in calibration, 0 to 1; null if it was not measured."""
     estimate: str | None = None
-    """The calibrator that was chosen for the range among several; null if there was no choice."""
+    """The calibrator that was chosen for the range; null if there was no choice."""
     group: str | None = None
     """The precision group, whose operands fall back to float together; null if there is none."""
 
@@ -261,7 +260,7 @@ class Operand(Record):
 
     @property
     def granularity(self) -> str:
-        """The parts with a scale each: ``tensor``, ``384 channels``, ``1,152 blocks``, ``3 calls``."""
+        """The parts with their own scale: ``tensor``, ``384 channels``, ``1,152 blocks``, ``3 calls``."""
         if self.channels == 1:
             return "tensor"
         parts = "calls" if self.role == "activation" else "channels" if self.block_size is None else "blocks"
@@ -270,10 +269,10 @@ class Operand(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Range(Operand):
-    """The range of one operand, named ``SITE.OPERAND``; of several scales ``amax`` and ``scale`` are the largest."""
+    """The range of one operand, named ``SITE.OPERAND``; with several scales, ``amax`` and ``scale`` are the largest."""
 
     smoothing: str | None
-    """A text on the migration of its outliers, or on why there is none; None: it was not asked for."""
+    """How SmoothQuant moved its outliers, or why it did not; None: SmoothQuant was off."""
 
     @property
     def site(self) -> str:
@@ -298,7 +297,7 @@ class Site(Record):
     quantized: bool
     """Whether the site runs in low precision."""
     reason: str
-    """Why it is quantized, or why not."""
+    """Why it is quantized or not."""
     rule: str | None = None
     """The rule of the configuration that decided, such as ``exclude.names: classifier``; null if none did."""
     multiply_adds: int | None = None
@@ -308,18 +307,20 @@ class Site(Record):
 
     @property
     def quiet(self) -> bool:
-        """True for an addition that is no candidate, and for an embedding that is not worth it: tables omit both."""
+        """True for sites that tables omit: additions that never qualify, and embeddings not worth quantizing."""
         if self.kind == "embedding" and not self.quantized:
             return self.rule in {RuleKind.SWITCH.text(key="embedding", value=value) for value in ("false", "auto")}
         if self.kind != "residual_add" or self.quantized:
             return False
         code = ReasonCode.of(self.reason)
-        # torch.nn.functional adds sizes and offsets; the branches of a model are not joined there.
-        return code in _QUIET or (code is ReasonCode.PASSED_ON and PurePath(self.file).parts[-3:] == _FUNCTIONAL)
+        # torch.nn.functional adds sizes and offsets, not the branches of a model.
+        return code in _HIDDEN_REASONS or (
+            code is ReasonCode.PASSED_ON and PurePath(self.file).parts[-3:] == _FUNCTIONAL
+        )
 
     @property
     def ran(self) -> bool:
-        """False if calibration never reached it, as the branch for another ``padding_mode`` in ``nn.Conv2d``."""
+        """False if calibration never reached it, such as the branch for another ``padding_mode`` in ``nn.Conv2d``."""
         return ReasonCode.of(self.reason) is not ReasonCode.NEVER_RAN
 
     @property
@@ -330,12 +331,12 @@ class Site(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class UnquantizedProduct(Record):
-    """Matrix products or convolutions of one operation in one place that do not run in low precision."""
+    """Matrix multiplications or convolutions of one operation in one place that do not run in low precision."""
 
     path: str
-    """Path of the innermost module that computed the product; empty for the model itself."""
+    """Path of the innermost module that computed it; empty for the model itself."""
     site: str | None = None
-    """Name of the site; null if the product ran outside of any site."""
+    """Name of the site; null if it ran outside of any site."""
     operation: str
     """The operation as torch executed it, such as ``addmm``."""
     multiply_adds: int
@@ -343,7 +344,7 @@ class UnquantizedProduct(Record):
     share: float
     """Share of all multiply-adds, 0 to 1."""
     reason: str
-    """Why; one of a closed list, such as ``excluded by rule``."""
+    """The reason, from a fixed list, such as ``excluded by rule``."""
     detail: str = ""
     """The evidence: the calling function and line, the type of the operands, or the reason of the site."""
 
@@ -356,13 +357,13 @@ class RangeCandidate(Record):
     """The estimate: ``max``, ``percentile 99.9``, ``mse``, ``entropy``, ``0.81 of max``; ``chosen`` for any other
     range."""
     amax: float
-    """Largest absolute value that it represents."""
+    """Largest absolute value in its range."""
     clipped: float
-    """Share of the values beyond it, 0 to 1."""
+    """Share of the values beyond its range, 0 to 1."""
     sqnr_db: float
     """Signal to quantization noise of the operand with this range, in dB."""
     chosen: bool = False
-    """Whether this is the range that the operand has."""
+    """Whether the operand has this range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +373,7 @@ class Histogram(Record):
     name: str
     """The operand, as ``SITE.OPERAND``."""
     dtype: str
-    """The format for which the candidates are judged."""
+    """The format that the candidates are compared for."""
     minimum: float
     """Lowest value in calibration."""
     maximum: float
@@ -405,9 +406,9 @@ class GroupSensitivity(Record):
     sites: tuple[str, ...] = ()
     """Names of the sites in the group."""
     parts: tuple[str, ...] = ()
-    """The precision groups that it consists of: itself, unless coarser groups were measured."""
+    """The precision groups in it: itself, unless coarser groups were measured."""
     activations: int = 0
-    """How many of its operands are activations."""
+    """Number of activations among its operands."""
     multiply_adds: int = 0
     """Multiply-adds of its sites in calibration."""
     error: float
@@ -420,16 +421,16 @@ class GroupSensitivity(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTime(Record):
-    """The time of one group of sites."""
+    """The latency of one group of sites."""
 
     group: str
     """Its name."""
     low_us: float
-    """Microseconds in low precision, with the conversions that it causes."""
+    """Microseconds in low precision, including the conversions that it causes."""
     float_us: float
     """Microseconds in float."""
     slower: str | None = None
-    """Why it is float, if low precision makes it slower; null if it does not."""
+    """Why it is kept in float, if low precision is slower; null otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,11 +440,11 @@ class Evaluation(Record):
     groups: tuple[str, ...]
     """Names of the groups that were float."""
     score: float
-    """The metric."""
+    """The value of the metric."""
     drop: float
-    """How much worse the score is than the float model's; negative if it is better."""
+    """Drop of the score below the float model's; negative if it is better."""
     cost: float
-    """The sum of the costs of the groups; their number, if no costs were given."""
+    """The sum of the costs of the groups; their number if there are no costs."""
     front: bool = False
     """Whether no other evaluation beats it in both cost and drop."""
     chosen: bool = False
@@ -452,33 +453,34 @@ class Evaluation(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCheck(Record):
-    """The score of an engine that is held to a budget, on rows that the search for its fallback did not see."""
+    """The score of an engine on samples that the search for its fallback did not use."""
 
     groups: int
-    """How many groups had fallen back to float."""
+    """Number of groups that fell back to float."""
     drop: float
-    """How much worse the engine's score is than the float model's; negative if it is better."""
+    """Drop of the engine's score below the float model's; negative if it is better."""
     samples: int | None
-    """The number of samples; null: a function of the user's own scored it, as it scored the search."""
+    """Number of samples; null if a user's function scored it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetOutcome(Record):
-    """Outcome of a budget of accuracy; a drop is how much worse a score is than the float model's."""
+    """Outcome of an accuracy budget. A drop is the difference by which a score is worse than the float model's."""
 
     asked: float
-    """The drop that was allowed."""
+    """The largest drop that was allowed."""
     tuning: float
-    """The drop of the chosen plan on the tuning samples that the search saw."""
+    """The drop of the chosen plan on the tuning samples of the search."""
     which: str | None = None
-    """The form of the model that was scored on the evaluation samples, the nearest to the engine; null: none was."""
+    """The form of the model that was scored on the evaluation samples; null if none was."""
     evaluation: float | None = None
-    """Its drop on the evaluation samples, which nothing was chosen by; null if it was not scored."""
+    """Its drop on the evaluation samples, which the search did not use; null if it was not scored."""
     interval: tuple[float, float] | None = None
     """95% bootstrap interval [low, high] of that drop; null if it was not computed."""
     verdict: str
-    """``met`` or ``not met``, by the evaluation, else by the engine's rows, else by the tuning samples; with ``, within
-    noise`` where the interval has the budget in it, so that other samples may say otherwise."""
+    """``met`` or ``not met``, by the evaluation samples if scored, otherwise by the engine's samples, otherwise by the
+    tuning samples. With ``, within noise`` if the interval contains the budget, so that other samples may change the
+    verdict."""
 
     @property
     def is_missed(self) -> bool:
@@ -487,7 +489,7 @@ class BudgetOutcome(Record):
 
     @property
     def is_within_noise(self) -> bool:
-        """True if other samples may say otherwise."""
+        """True if other samples may change the verdict."""
         return self.verdict.endswith("within noise")
 
 
@@ -500,15 +502,15 @@ class FallbackRecord(Record):
     reason: str
     """Why these groups: the arguments of the choice, such as ``num=4``, and the result of a search."""
     evaluations: tuple[Evaluation, ...] = ()
-    """The scores that a search measured, in order; empty if there was none."""
+    """The scores that a search measured, in order; empty without a search."""
     float_score: float | None = None
-    """The float model's score in that search; null if there was none."""
+    """The float model's score in that search; null without a search."""
     max_drop: float | None = None
-    """How much worse than the float score the score may be; null if there was no search."""
+    """The largest allowed drop below the float score; null without a search."""
     checks: tuple[EngineCheck, ...] = ()
-    """The engines that were checked against ``max_drop``, the last of them delivered; empty if none was."""
+    """The engines that were checked against ``max_drop``, the delivered one last; empty if none was."""
     outcome: BudgetOutcome | None = None
-    """Whether ``max_drop`` is met in the end; null if there was no search."""
+    """Whether ``max_drop`` is met in the end; null without a search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -518,55 +520,55 @@ class Fix(Record):
     setting: str
     """The setting, as YAML of the ``quantizer`` section."""
     gain_db: float
-    """By how many dB the SQNR of the model's output rises with it, measured with all groups quantized."""
+    """Gain of the SQNR of the model's output in dB, with all groups quantized."""
     alone_db: float
-    """By how many dB the SQNR of the model's output rises with it if this group alone is quantized; infinite if it
-    leaves the group in float."""
+    """Gain of the SQNR of the model's output in dB, with only this group quantized; infinite if the setting keeps the
+    group in float."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        told = yaml_values(self.setting.encode())
-        if not isinstance(told, dict) or len(told) != 1:
-            raise ValueError(f"the setting of a fix is {self.setting!r}, expected one section of YAML")
+        sections = yaml_values(self.setting.encode())
+        if not isinstance(sections, dict) or len(sections) != 1:
+            raise ValueError(f"the setting of a fix is {self.setting!r}; expected one section of YAML")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis(Record):
-    """The cost of one group, and its cause."""
+    """The accuracy loss by one group, with its cause and its fix."""
 
     group: str
     """Name of the group."""
     sqnr_db: float
-    """The SQNR of the model's output in dB with this group alone quantized, measured on calibration batches."""
+    """SQNR of the model's output in dB with only this group quantized, measured on calibration batches."""
     findings: tuple[str, ...] = ()
-    """What is wrong with its inputs; empty if nothing stands out."""
+    """Problems of its inputs; empty if nothing stands out."""
     fix: Fix | None = None
-    """The setting that gains most; null if nothing stands out, or if no setting that was tried gains."""
+    """The setting with the largest gain; null if nothing stands out, or if no tried setting gains."""
     notes: tuple[str, ...] = ()
     """Why outliers of its inputs cannot move into its weights; empty if they can."""
 
 
 FLOAT = "float"
 
-_ORDINARY = (".forward", "._conv_forward")
-"""Functions that say nothing more than the path of their module."""
+_DEFAULT_METHODS = (".forward", "._conv_forward")
+"""Methods that a row omits after the path of their module."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRow:
-    """One layer: a site that ran, or products outside of any site.
+    """One layer: a site that ran, or matrix multiplications outside of any site.
 
     Attributes:
         layer: the path of its module, and the function in it if that is not ``forward``; empty for the model itself.
-        operation: its operation, numbered where the layer has several of one kind.
-        activations: the format of its activations, ``float`` or such as ``uint8``; of several, each once.
-        weights: the format of its weight; None: it has none.
-        amax: the largest absolute value that its activations represent; None: they have no range.
-        sqnr_db: the lowest SQNR among its operands, in dB; None: not measured.
-        error: the error of quantizing its group alone, by the measure of the sensitivity; None: not measured.
-        share: its share of all multiply-adds, 0 to 1; None: none were counted.
-        low_us: its time in low precision in microseconds; None: no engine was timed.
-        float_us: its time in float, likewise.
+        operation: its operation, numbered if the layer has several of one kind.
+        activations: the formats of its activations, such as ``uint8`` or ``float``.
+        weights: the format of its weight; None without a weight.
+        amax: the largest absolute value in the range of its activations; None without a range.
+        sqnr_db: the lowest SQNR among its operands, in dB; None if not measured.
+        error: the error of quantizing its group alone, by the measure of the sensitivity; None if not measured.
+        share: its share of all multiply-adds, 0 to 1; None if none were counted.
+        low_us: its time in low precision in microseconds; None if no engine was timed.
+        float_us: its time in float in microseconds; None if no engine was timed.
     """
 
     layer: str
@@ -583,15 +585,15 @@ class LayerRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRow:
-    """The gain and the cost of one group that falls back to float.
+    """The gain and the cost of keeping one group in float.
 
     Attributes:
         group: its name.
-        error: the error of quantizing it alone, which would be gone; None: not measured.
-        alone_db: the SQNR of the model's output in dB with this group alone quantized; None: not measured.
-        low_us: its time in low precision in microseconds; None: no engine was timed.
-        float_us: its time in float, likewise.
-        back: whether it is float already.
+        error: the error of quantizing it alone; None if not measured.
+        alone_db: the SQNR of the model's output in dB with only this group quantized; None if not measured.
+        low_us: its time in low precision in microseconds; None if no engine was timed.
+        float_us: its time in float in microseconds; None if no engine was timed.
+        back: whether it is already in float.
     """
 
     group: str
@@ -603,7 +605,7 @@ class GroupRow:
 
     @property
     def cost_us(self) -> float | None:
-        """The microseconds that float takes more; below 0 float is faster."""
+        """The latency cost of float in microseconds; negative if float is faster."""
         return None if self.low_us is None or self.float_us is None else self.float_us - self.low_us
 
 
@@ -613,7 +615,7 @@ def layer_rows(
     sensitivity: Sequence[GroupSensitivity] = (),
     times: Sequence[GroupTime] = (),
 ) -> tuple[LayerRow, ...]:
-    """Return a row for each site that ran, in the model's order, then one for products outside of sites."""
+    """Return a row for each site that ran, in the model's order, and for matrix multiplications outside of sites."""
     ran = [site for site in sites if site.ran and not site.quiet and site.kind != "source"]
     outside = [product for product in products if product.site is None]
     total = sum(site.multiply_adds or 0 for site in ran) + sum(product.multiply_adds for product in outside)
@@ -654,24 +656,24 @@ def group_rows(
     times: Sequence[GroupTime] = (),
     diagnoses: Sequence[Diagnosis] = (),
 ) -> tuple[GroupRow, ...]:
-    """Return a row for each group with an error or a time, those with the largest error first, then by time.
+    """Return a row for each group with an error or a time, sorted by error and then by latency cost.
 
     Args:
         sites: all sites, with their operands.
         sensitivity: the ranking; empty if nothing was measured.
         times: the times of the groups; empty if no engine was timed.
-        causes: the groups whose cost in dB was measured.
+        diagnoses: the groups whose SQNR alone was measured.
     """
     quantized = {o.group for site in sites for o in site.operands if o.quantized}
     errors = {row.group: row.error for row in sensitivity}
     parts = {row.group: row.parts or (row.group,) for row in sensitivity}
-    ranked = {part for some in parts.values() for part in some}
+    ranked = {part for members in parts.values() for part in members}
     parts.update({entry.group: (entry.group,) for entry in times if entry.group not in ranked})
     alone = {cause.group: cause.sqnr_db for cause in diagnoses}
     timed = {entry.group: entry for entry in times}
     rows = []
-    for group, some in parts.items():
-        known = [timed[part] for part in some if part in timed]
+    for group, members in parts.items():
+        known = [timed[part] for part in members if part in timed]
         rows.append(
             GroupRow(
                 group=group,
@@ -679,18 +681,18 @@ def group_rows(
                 alone_db=alone.get(group),
                 low_us=sum(entry.low_us for entry in known) if known else None,
                 float_us=sum(entry.float_us for entry in known) if known else None,
-                back=not quantized & set(some),
+                back=not quantized & set(members),
             )
         )
     return tuple(sorted(rows, key=lambda row: (row.error is None, -(row.error or 0), row.cost_us or 0)))
 
 
 def _work(sites: Sequence[Site]) -> dict[str, dict[str, float]]:
-    """Return for each site its share of the work of each group that it takes part in."""
+    """Return the share of each site in the work of each of its groups."""
     amounts: dict[str, dict[str, int]] = defaultdict(dict)
     for site in sites:
         for group in {operand.group for operand in site.operands if operand.group is not None}:
-            # A residual add multiplies nothing, and still takes time.
+            # A residual add has no multiply-adds, but takes time.
             amounts[group][site.name] = max(site.multiply_adds or 0, 1)
     work: dict[str, dict[str, float]] = defaultdict(dict)
     for group, members in amounts.items():
@@ -716,19 +718,21 @@ def _names(sites: Sequence[Site]) -> list[tuple[str, str]]:
 
 def _split(name: str) -> tuple[str, str]:
     path, _, operation = f".{name}".rpartition(".")
-    for function in _ORDINARY:
+    for function in _DEFAULT_METHODS:
         path = path.removesuffix(function)
     return path.removeprefix("."), operation
 
 
 def _formats(site: Site, role: str) -> str | None:
-    found = [
-        replace(one, zero_point=None).format if one.quantized else FLOAT for one in site.operands if one.role == role
+    formats = [
+        replace(operand, zero_point=None).format if operand.quantized else FLOAT
+        for operand in site.operands
+        if operand.role == role
     ]
-    return ", ".join(dict.fromkeys(found)) or None
+    return ", ".join(dict.fromkeys(formats)) or None
 
 
 def paired_interval(first: NDArray[Any], second: NDArray[Any]) -> tuple[float, float]:
-    """Return the 95% interval of ``second - first``, the scores of two models on the same resamples [R]."""
+    """Return the 95% interval of ``second - first``, scores of two models on the same resamples [R]."""
     low, high = np.quantile(second - first, [0.025, 0.975])
     return float(low), float(high)

@@ -1,7 +1,7 @@
-"""A registry of named entries, with a decorator that adds them and an error that lists the names.
+"""Registries of named entries, such as calibrators and tasks, which plug-ins extend with a decorator.
 
-``CALIBRATORS`` and ``TASKS`` have the names that a configuration may say, before the modules that fill them, and torch
-with them, are imported.
+``CALIBRATORS`` and ``TASKS`` list the built-in names, so that a configuration can be checked without importing torch
+and the modules that define the entries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @contextmanager
 def named_in_errors(plug_in: str) -> Iterator[None]:
-    """Note the name of a plug-in on what its code raises; an error of this package says by itself what is wrong."""
+    """Add the name of a plug-in as a note to exceptions of its code, except for errors of this package."""
     try:
         yield
     except QuantizerError:
@@ -32,10 +32,10 @@ class Registry(Generic[T]):
 
     Args:
         kind: the word for an entry in messages.
-        names: the names of entries that are added when their module is imported.
-        reserved: names that no entry may have.
-        of: whether entries are classes, or objects; None: either.
-        has: the attributes that each entry has.
+        names: names of built-in entries, which are added when their module is imported.
+        reserved: names that entries must not have.
+        of: whether entries are classes or objects; None: either.
+        has: the attributes that each entry must have.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def add(self, name: str) -> Callable[[T], T]:
-        """Register the decorated object under ``name``."""
+        """Return a decorator that registers an object under ``name``."""
 
         def decorate(entry: T) -> T:
             if name in self._reserved:
-                raise ValueError(f"{self.kind} {name!r}: the name has a meaning of its own")
+                raise ValueError(f"{self.kind} {name!r}: the name is reserved; choose another one")
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered twice")
             self._check(name, entry)
@@ -69,16 +69,16 @@ class Registry(Generic[T]):
         return decorate
 
     def _check(self, name: str, entry: object) -> None:
-        """Raise where an entry is not what the package will use: later the error would be in code of the package."""
+        """Raise if an entry lacks what the package needs, so that the error points to the plug-in."""
         is_class = isinstance(entry, type)
         kind = entry.__name__ if isinstance(entry, type) else type(entry).__name__
-        given = kind if is_class else f"an object of {kind}"
+        description = kind if is_class else f"an object of {kind}"
         if self._of == "class" and not is_class:
-            raise ValueError(f"{self.kind} {name!r} is {given}; expected a class: add({name!r})({kind})")
+            raise ValueError(f"{self.kind} {name!r} is {description}; expected a class: add({name!r})({kind})")
         if self._of == "object" and is_class:
             raise ValueError(f"{self.kind} {name!r} is the class {kind}; expected an object: add({name!r})({kind}())")
-        if lacking := [attribute for attribute in self._has if not hasattr(entry, attribute)]:
-            raise ValueError(f"{self.kind} {name!r} is {given}, which has no {', '.join(lacking)}")
+        if missing := [attribute for attribute in self._has if not hasattr(entry, attribute)]:
+            raise ValueError(f"{self.kind} {name!r} is {description}, which has no {', '.join(missing)}")
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
@@ -86,7 +86,7 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over all names that a configuration may use, the package's own first."""
+        """Iterate over all names that a configuration may use, built-in names first."""
         return iter(dict.fromkeys((*self._known, *self._entries)))
 
     def names(self) -> list[str]:
@@ -101,7 +101,7 @@ CALIBRATORS: Registry[Any] = Registry(
     of="class",
     has=("observe", "amax", "estimate"),
 )
-"""``auto`` and ``output`` are no estimates of their own: they compare the others."""
+"""``auto`` and ``output`` are reserved because they choose among the other calibrators."""
 
 TASKS: Registry[Any] = Registry(
     "task",

@@ -1,7 +1,6 @@
-"""Sizes of what is given as data: the one source of them.
+"""Sizes of model inputs, taken from the data.
 
-Exports open these axes, engines are built, run and timed at these sizes, and outputs are compared at them. No size is
-made up where there is data.
+Exports make these axes dynamic, and engines are built, run and timed at these sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Axes = Mapping[str, Mapping[int, str]]
 """Input name to {axis: dimension name}."""
 
 InputShapes = tuple[tuple[str, bool, tuple[int, ...]], ...]
-"""The inputs of a call: the name of each, whether it holds floats, and its shape."""
+"""The inputs of a call: name, whether it is floating-point, and shape."""
 
 _Column = tuple[int | None, ...]
 """The size of an axis in each batch."""
@@ -30,16 +29,16 @@ BATCH, SEQUENCE = "batch", "sequence"
 
 _CACHE_AXIS = 2
 _MATRIX, _MOST_OF_SEQUENCE = 2, 3
-"""Ranks of token ids [B, S], and of what else may be a sequence: features [B, S, D]."""
+"""Ranks of token ids [B, S] and of features [B, S, D]."""
 
 
 @dataclass(frozen=True)
 class DataSizes:
-    """The open axes of a model's inputs, and the sizes of their dimensions.
+    """Dynamic axes of a model's inputs, and the sizes of their dimensions.
 
     Attributes:
-        axes: the open axes of each input. Axes of one dimension have one size in every batch.
-        seen: the size of each dimension in each batch, in their order; the first one alone where a model fixes it.
+        axes: the dynamic axes of each input. Axes of one dimension have the same size in every batch.
+        seen: the size of each dimension in each batch, in order; only the first if the model fixes it.
     """
 
     axes: Axes
@@ -47,13 +46,17 @@ class DataSizes:
 
     @classmethod
     def of(cls, batches: Sequence[Mapping[str, Any]]) -> DataSizes:
-        """Return the open axes and the sizes of batches of inputs by name; the first batch is the usual one.
+        """Return the dynamic axes and the sizes of batches of inputs by name; the first batch is the usual one.
 
-        Axis 0 of the first input is ``batch``, and so is that of each input that is as long in every batch. Each other
-        axis is open if its size varies; axes that vary together are one dimension. Of those that do not vary, axis 1 of
-        a matrix of integers [B, S] is open too, as what has tokens takes any number of them, and what lies beside them:
-        axis 1 of other integers that are as long, and a decoder's cache. After a first input of floats a matrix of
-        integers that is as long is its mask, and its axis 1 is open where the other is.
+        An axis is dynamic in these cases:
+
+        - Axis 0 of the first input, and of each input with the same length in every batch, is ``batch``.
+        - An axis whose size varies. Axes that vary together are one dimension.
+        - Axis 1 of an integer matrix [B, S], because tokens come in any number, and axes of the same length: axis 1 of
+          other integers, and the cache of a decoder.
+
+        If the first input is floating-point, an integer matrix of its length is its mask: its axis 1 is dynamic only if
+        the other is.
         """
         first = {name: value for name, value in batches[0].items() if isinstance(value, Tensor) and value.dim() > 0}
         columns = {
@@ -68,7 +71,7 @@ class DataSizes:
         for name in _token_inputs(first):
             column = columns[name, 1]
             if columns[name, 0] == rows and column not in named and (len(set(column)) > 1 or column[0] != 1):
-                other = TOTAL if cached else f"{_plain(name)}_sequence"
+                other = TOTAL if cached else f"{_as_identifier(name)}_sequence"
                 tokens.setdefault(column, other if tokens else SEQUENCE)
         axes: dict[str, dict[int, str]] = {name: {} for name in first}
         for (name, axis), column in columns.items():
@@ -82,7 +85,9 @@ class DataSizes:
             elif varies:
                 inside = axis == 1 and value.dim() in (_MATRIX, _MOST_OF_SEQUENCE) and columns[name, 0] == rows
                 is_first = inside and SEQUENCE not in (*named.values(), *tokens.values())
-                axes[name][axis] = named.setdefault(column, SEQUENCE if is_first else f"{_plain(name)}_axis{axis}")
+                axes[name][axis] = named.setdefault(
+                    column, SEQUENCE if is_first else f"{_as_identifier(name)}_axis{axis}"
+                )
         seen = {
             dimension: tuple(size for size in columns[name, axis] if size is not None)
             for name, opened in axes.items()
@@ -92,15 +97,15 @@ class DataSizes:
 
     @classmethod
     def of_shapes(cls, calls: Iterable[InputShapes]) -> DataSizes | None:
-        """Return the open axes and the sizes of calls; None: there are none."""
-        made = [
+        """Return the dynamic axes and the sizes of calls; None without calls."""
+        batches = [
             {
                 name: torch.empty(shape, dtype=torch.float32 if floats else torch.int64, device="meta")
                 for name, floats, shape in call
             }
             for call in calls
         ]
-        return cls.of(made) if made else None
+        return cls.of(batches) if batches else None
 
     @property
     def usual(self) -> dict[str, int]:
@@ -109,46 +114,48 @@ class DataSizes:
 
     @property
     def ranges(self) -> dict[str, tuple[int, int, int]]:
-        """The least, the usual and the largest size of each dimension in the data."""
+        """The smallest, usual and largest size of each dimension in the data."""
         return {dimension: (min(sizes), sizes[0], max(sizes)) for dimension, sizes in self.seen.items()}
 
     def is_open(self, dimension: str) -> bool:
-        """Return whether an axis of this dimension is open."""
+        """Return whether this dimension has a dynamic axis."""
         return any(dimension in opened.values() for opened in self.axes.values())
 
     def only(self, axes: Axes) -> DataSizes:
-        """Return the sizes with those axes alone, as where a model fixes others at the size of the first batch."""
-        left = {
+        """Return the sizes with only these dynamic axes; the model fixes others at the size of the first batch."""
+        remaining = {
             name: {axis: dimension for axis, dimension in opened.items() if axis in axes.get(name, {})}
             for name, opened in self.axes.items()
         }
-        made = replace(self, axes=left)
-        return replace(made, seen={name: had[: None if made.is_open(name) else 1] for name, had in self.seen.items()})
+        reduced = replace(self, axes=remaining)
+        return replace(
+            reduced, seen={name: sizes[: None if reduced.is_open(name) else 1] for name, sizes in self.seen.items()}
+        )
 
     def resized(self, batch: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return a batch at other sizes of open dimensions: cut, or with its entries again and again."""
-        made = dict(batch)
+        """Return a batch with other sizes of dynamic dimensions: entries are cut off or repeated."""
+        resized = dict(batch)
         for name, opened in self.axes.items():
-            for axis, dimension in opened.items() if name in made else ():
-                value, size = made[name], sizes.get(dimension)
+            for axis, dimension in opened.items() if name in resized else ():
+                value, size = resized[name], sizes.get(dimension)
                 if size is not None and size != value.shape[axis]:
-                    made[name] = value.index_select(axis, torch.arange(size) % value.shape[axis])
-        return made
+                    resized[name] = value.index_select(axis, torch.arange(size) % value.shape[axis])
+        return resized
 
 
 def input_shapes(forward: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> InputShapes:
     """Return the shapes of the tensors that a function is called with, by the names of its arguments."""
     names = [name for name in inspect.signature(forward).parameters if name not in keywords]
-    given = {**dict(zip(names, args, strict=False)), **keywords}
+    inputs = {**dict(zip(names, args, strict=False)), **keywords}
     return tuple(
         (name, value.is_floating_point(), tuple(value.shape))
-        for name, value in given.items()
+        for name, value in inputs.items()
         if isinstance(value, Tensor) and value.dim() > 0 and not value.is_nested
     )
 
 
 def _token_inputs(inputs: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the names of matrices of integers, but of those that are masks of a first input of floats."""
+    """Yield the names of integer matrices, without masks of a floating-point first input."""
     lead = next(iter(inputs.values()), None)
     length = lead.shape[1] if lead is not None and lead.is_floating_point() and lead.dim() >= _MATRIX else None
     for name, value in inputs.items():
@@ -160,6 +167,6 @@ def _size(value: Any, axis: int) -> int | None:
     return value.shape[axis] if isinstance(value, Tensor) and axis < value.dim() else None
 
 
-def _plain(name: str) -> str:
-    """Return a name of which the name of a dimension can be made: ``past.0.key`` is none in Python."""
+def _as_identifier(name: str) -> str:
+    """Return a name with only the characters of a Python identifier."""
     return re.sub(r"\W", "_", name)

@@ -1,7 +1,7 @@
-"""The leaves of what models take and return, whatever structure they are in.
+"""Leaves of the nested structures that models take and return.
 
-torch looks into tuples, lists and dictionaries, and into classes that were registered with it. Models return others
-too: dataclasses and classes of attrs that nobody registered, named ones among them, and mappings of libraries.
+torch's pytree handles tuples, lists, dictionaries and registered classes. Models also return unregistered dataclasses,
+classes of attrs and mappings of libraries, which this file handles as well.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ def leaves(value: Any) -> list[Any]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a structure with ``function(leaf)`` in the place of each leaf."""
-    found, rebuilt = flattened(value)
-    return rebuilt([function(leaf) for leaf in found])
+    """Return a structure with ``function(leaf)`` in place of each leaf."""
+    leaf_values, rebuild = flattened(value)
+    return rebuild([function(leaf) for leaf in leaf_values])
 
 
 def flattened(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the leaves of a structure, and a function that returns the structure with other leaves."""
+    """Return the leaves of a structure, and a function that rebuilds the structure with other leaves."""
     known, tree = pytree.tree_flatten(value)
     inside = [_parts(leaf) for leaf in known]
     if all(parts is None for parts in inside):
-        return known, lambda given: pytree.tree_unflatten(given, tree)
+        return known, lambda replaced: pytree.tree_unflatten(replaced, tree)
     below = [None if parts is None else flattened(parts) for parts in inside]
-    found = [each for leaf, one in zip(known, below, strict=True) for each in ([leaf] if one is None else one[0])]
+    all_leaves = [
+        each for leaf, nested in zip(known, below, strict=True) for each in ([leaf] if nested is None else nested[0])
+    ]
 
-    def rebuilt(given: Sequence[Any]) -> Any:
-        rest, made = list(given), []
-        for leaf, one in zip(known, below, strict=True):
-            count = 1 if one is None else len(one[0])
-            mine, rest = rest[:count], rest[count:]
-            made.append(mine[0] if one is None else _with_parts(leaf, one[1](mine)))
-        return pytree.tree_unflatten(made, tree)
+    def rebuilt(replaced: Sequence[Any]) -> Any:
+        remaining, nodes = list(replaced), []
+        for leaf, nested in zip(known, below, strict=True):
+            count = 1 if nested is None else len(nested[0])
+            own_leaves, remaining = remaining[:count], remaining[count:]
+            nodes.append(own_leaves[0] if nested is None else _with_parts(leaf, nested[1](own_leaves)))
+        return pytree.tree_unflatten(nodes, tree)
 
-    return found, rebuilt
+    return all_leaves, rebuilt
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the named parts of a mapping by text, a dataclass or a class of attrs; None for anything else."""
+    """Return the named parts of a mapping with text keys, a dataclass or a class of attrs; otherwise None."""
     if isinstance(value, type):
         return None
     if isinstance(value, Mapping):
@@ -63,7 +65,7 @@ def fields_of(value: Any) -> dict[str, Any] | None:
 
 
 def _parts(leaf: Any) -> Any:
-    """Return what is in a structure that torch takes for a leaf; None if it is a leaf."""
+    """Return the parts of a structure that torch takes for a leaf; None for a real leaf."""
     if isinstance(leaf, _PLAIN):
         return None
     fields = fields_of(leaf)
@@ -86,6 +88,6 @@ def _with_parts(value: Any, parts: Any) -> Any:
         if isinstance(value, Mapping):
             copied[name] = part
         else:
-            # A frozen class refuses it otherwise.
+            # A frozen class refuses setattr().
             object.__setattr__(copied, name, part)
     return copied

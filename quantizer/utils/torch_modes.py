@@ -1,9 +1,4 @@
-"""Modes of torch that a forward may set: autocast and inference mode.
-
-The autocast state of a call, for computing the call again elsewhere.
-
-Tensors that autograd takes, made within ``torch.inference_mode()`` too.
-"""
+"""Autocast and inference mode of torch: stored to repeat a call, or left so that autograd accepts the tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ class Autocast:
     """The state of ``torch.autocast`` at one time.
 
     Attributes:
-        devices: each kind of device with the type that autocast computes in there; None: it is off there.
+        devices: each device type with its autocast type; None: autocast is off there.
     """
 
     devices: tuple[tuple[str, torch.dtype | None], ...]
@@ -39,7 +34,7 @@ class Autocast:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Compute in this state while the block is open."""
+        """Set this state inside the block."""
         if self == Autocast.now():
             yield
             return
@@ -51,12 +46,10 @@ class Autocast:
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Make no inference tensors in the block; gradients are recorded or not, as outside of it.
+    """Leave inference mode inside the block; the gradient mode stays as it is.
 
-    Not for use as a decorator: its frame would be named as the place of the caller's warnings.
-
-    What a quantizer makes outlives the caller's inference mode: scales, factors and codes are read later where
-    gradients are recorded, which torch refuses for inference tensors.
+    Scales, factors and integer weights are used later where gradients are recorded, and torch refuses inference tensors
+    there. Do not use this as a decorator: warnings would name its frame as the user's line.
     """
     recorded = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(recorded):
@@ -64,7 +57,7 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def as_ordinary(values: Any) -> Any:
-    """Return values with copies of their inference tensors, into which a model may write outside of inference mode."""
+    """Return values with copies of their inference tensors, which a model may modify outside of inference mode."""
     if not any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in leaves(values)):
         return values
     return mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf, values)

@@ -99,7 +99,7 @@ class Case:
 
 
 NOT_YET = "nothing was calibrated yet"
-EARLY = "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the model"
+EARLY = "this Quantizer has no plan yet, because it does not know the model"
 OUTCOMES = {
     "empty": f"{NOT_YET}; 0 products 0",
     "started": f"{NOT_YET}; calibration 0 products 0 snapshot",
@@ -120,8 +120,8 @@ REFUSALS = {
     "!none": NOT_YET,
     "!early": EARLY,
     "!resume": "calib(resume=True) needs an earlier calib() of this Quantizer",
-    "!unseen": "for_backend() needs what calibration saw",
-    "!scales": "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales()",
+    "!unseen": "for_backend() needs the statistics of calibration",
+    "!scales": "the scales of this Quantizer come from load_scales()",
 }
 # How each state is reached.
 STATES = {

@@ -149,13 +149,17 @@ def test_what_the_model_takes_is_no_label(model: nn.Module, batch: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "batch", "message"),
     [
-        (_Masked(), (X, CLASSES), r"float32\[70, 32\], int64\[70\]\): whether the last is a label or the input 'mask'"),
+        (
+            _Masked(),
+            (X, CLASSES),
+            r"int64\[70\]\): it is unclear whether the last part is a label or the input",
+        ),
         (_Masked(), (X, CLASSES), r'\[x for x, _ in loader\]  With .*: +\[\{"x": x, "mask": mask\} for x, mask in'),
-        (_Any(), (X, CLASSES), r"a label or one more input of _Any\.forward cannot be told.*\[a for a, _ in loader\]"),
-        (Mlp(), (CLASSES, X), r"Mlp\.forward takes one input \(x\): which .*\[x for x, _ in loader\]"),
-        (Mlp(), (X, CLASSES, CLASSES), r"which of them are its inputs cannot be told.*\[x for x, \*_ in loader\]"),
+        (_Any(), (X, CLASSES), r"a label or one more input of _Any\.forward\. .*\[a for a, _ in loader\]"),
+        (Mlp(), (CLASSES, X), r"Mlp\.forward takes one input \(x\): it is unclear which .*\[x for x, _ in loader\]"),
+        (Mlp(), (X, CLASSES, CLASSES), r"it is unclear which parts are inputs.*\[x for x, \*_ in loader\]"),
         (_Two(), (X, X, X), r"_Two\.forward takes 2 inputs.*\[\(ids, mask\) for ids, mask, _ in loader\]"),
-        (Mlp(), (X[0], 3), r"batch 0 .*\(float32\[32\], int 3\), which is one sample and not a batch: .*DataLoader"),
+        (Mlp(), (X[0], 3), r"batch 0 .*\(float32\[32\], int 3\), which is one sample, not a batch: .*DataLoader"),
     ],
 )
 def test_what_cannot_be_told_is_an_error_with_its_cure(model: nn.Module, batch: Any, message: str) -> None:
@@ -184,7 +188,7 @@ def test_rows_of_sorted_data_are_spread_over_it() -> None:
 
 
 def test_data_of_unknown_length_ends() -> None:
-    with pytest.warns(CalibrationWarning, match=f"after {MOST_ROWS} samples, where it was stopped: samples=") as said:
+    with pytest.warns(CalibrationWarning, match=f"reading stopped after {MOST_ROWS} samples: pass samples=") as said:
         read = _inputs(Mlp(), itertools.repeat(X[:64]))
     assert len(read) == MOST_ROWS
     assert len(said) == 1
@@ -196,7 +200,7 @@ def test_data_of_unknown_length_ends() -> None:
 
 @pytest.mark.parametrize("rows", [0, -1])
 def test_rows_has_to_be_a_number_of_rows(rows: int) -> None:
-    with pytest.raises(CalibrationError, match=f"samples: got {rows}; expected the number of samples to read, from 1"):
+    with pytest.raises(CalibrationError, match=f"samples={rows}: expected the number of samples to read"):
         Quantizer(preset="plain").calibrate(Mlp().eval(), X, samples=rows)
 
 
@@ -219,9 +223,9 @@ class _Broken(Dataset[Tensor]):
         (_Broken(), "failed after 2 batches, with OSError: row 64 is gone"),
         (DataLoader(_Broken(), batch_size=64), "failed after 1 batch, with OSError: row 64 is gone"),
         (DataLoader(TensorDataset(X), collate_fn=math.sqrt), "failed after 0 batches, with TypeError: must be real"),
-        (np.array(["a", "b"]), r"batch 0 of the calibration data holds an array of <U1, which is no tensor"),
-        (torch.tensor(3.0), "is a single number: give an array or tensor of samples"),
-        (_Broken, "the calibration data is a type; give an iterable of batches"),
+        (np.array(["a", "b"]), r"batch 0 of the calibration data has an array of <U1, which torch cannot convert"),
+        (torch.tensor(3.0), "is a single number: pass an array or tensor of samples"),
+        (_Broken, "the calibration data is a type; pass an iterable of batches"),
         (X[:0], "the calibration data is empty: at least one batch is needed"),
         (iter([]), "the calibration data is empty: at least one batch is needed"),
         (TensorDataset(X[:0]), "the calibration data is empty: at least one batch is needed"),
@@ -247,7 +251,7 @@ def test_causes_takes_the_same_data() -> None:
     data = DataLoader(TensorDataset(torch.rand(8, 3, 16, 16), CLASSES[:8]), batch_size=8)
     q.calibrate(model, data)
     assert len(q.diagnose(model, data, num=1)) <= 1
-    with pytest.raises(CalibrationError, match=r"diagnose\(\) measures on data"):
+    with pytest.raises(CalibrationError, match=r"diagnose\(\) needs data"):
         q.diagnose(model, [])
 
 

@@ -40,14 +40,14 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "number.npz", x=np.zeros(()))
     np.savez(tmp_path / "words.npz", x=np.array(["a"]))
     for name, match in {
-        "empty": "has no file of arrays",
-        "none.npz": "no file of arrays that exists",
+        "empty": r"contains no \.npz or \.safetensors files",
+        "none.npz": "is not an existing",
         "bad.npz": "damaged",
         "bad.safetensors": "damaged",
-        "objects.npz": "damaged, or holds what is no array of numbers",
-        "words.npz": "damaged, or holds what is no array of numbers",
-        "rows.npz": r"not one number of samples \(axis 0\), from 1: x \[3, 1\], y \[4\]",
-        "number.npz": "not one number of samples",
+        "objects.npz": "damaged or contains an array without numbers",
+        "words.npz": "damaged or contains an array without numbers",
+        "rows.npz": r"differ in the number of samples \(axis 0\), or have none: x \[3, 1\], y \[4\]",
+        "number.npz": "differ in the number of samples",
     }.items():
         with pytest.raises(CalibrationError, match=match):
             array_batches(tmp_path / name, 2)

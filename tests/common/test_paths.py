@@ -68,7 +68,7 @@ def test_a_batch_without_values() -> None:
     net = nn.Linear(16, 16)
     nothing = torch.empty(2, 16, device="meta")
     for batches in ([nothing], [torch.zeros(2, 16), (nothing,)], [{"input": nothing}]):
-        with pytest.raises(QuantizerError, match="holds a tensor on the device meta, which has no values"):
+        with pytest.raises(QuantizerError, match="contains a tensor on the device meta, which has no values"):
             Quantizer().calibrate(net, batches)
 
 

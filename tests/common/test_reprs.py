@@ -19,20 +19,20 @@ def test_a_quantizer_says_where_it_stands(tmp_path: Path) -> None:
     q.calib(model)
     assert repr(q) == "Quantizer(backend='openvino', not calibrated)"
     q.calibrate(model, [x, x])
-    assert repr(q) == "Quantizer(backend='openvino', calibrated on 16 rows, 3 sites)"
-    assert repr(q.for_backend("tensorrt")) == "Quantizer(backend='tensorrt', calibrated on 16 rows, 3 sites)"
+    assert repr(q) == "Quantizer(backend='openvino', calibrated on 16 samples, 3 sites)"
+    assert repr(q.for_backend("tensorrt")) == "Quantizer(backend='tensorrt', calibrated on 16 samples, 3 sites)"
     q.save(tmp_path / "q")
     loaded = Quantizer.load(tmp_path / "q")
     assert repr(loaded) == "Quantizer(backend='openvino', calibrated, 3 sites)"
     loaded.calibrate(model, [x], resume=True)
-    assert repr(loaded) == "Quantizer(backend='openvino', calibrated on 24 rows, 3 sites)"
+    assert repr(loaded) == "Quantizer(backend='openvino', calibrated on 24 samples, 3 sites)"
     q.load_scales(q.scales())
     assert repr(q) == "Quantizer(backend='openvino', scales loaded, 3 sites)"
     q.calibrate(model, [x])
     amp = q.amp(model)
     amp(x)
     q.fallback(amp, num=1)
-    assert repr(q) == "Quantizer(backend='openvino', calibrated on 8 rows, 3 sites, 1 group in float)"
+    assert repr(q) == "Quantizer(backend='openvino', calibrated on 8 samples, 3 sites, 1 group in float)"
     assert repr(q.chosen_fallback) == "Fallback(num=1: 1 group in float)"
 
 

@@ -69,7 +69,7 @@ BUILDS: dict[str, tuple[bytes | None, str, str]] = {
     "no graph": (b"\x08\x0a", "m.engine", "contains no graph"),
     "cut in a number": (b"\x08\x0a\x3a", "m.engine", "it ends within a number"),
     "endless number": (b"\x08" + b"\xff" * 12, "m.engine", "a number at byte 11 is too long"),
-    "folder missing": (None, "none/m.engine", "does not exist; make it first"),
+    "folder missing": (None, "none/m.engine", "does not exist; create it first"),
     "a folder": (None, ".", r"is a folder; expected the name of a file, such as model\.onnx"),
     "dangling link": (None, "nowhere", "is a link to none, which does not exist"),
     "long": (None, "n" * 300, "File name too long"),
@@ -127,7 +127,7 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "broken_bindings.py").write_text("raise ImportError('libnvinfer.so.10: cannot open shared object')")
     (tmp_path / "needs_other.py").write_text("import a_module_that_is_absent")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(EngineError, match=r"broken_bindings is installed but does not load: libnvinfer\.so\.10"):
+    with pytest.raises(EngineError, match=r"broken_bindings is installed but cannot be loaded: libnvinfer\.so\.10"):
         import_library("tensorrt", "broken_bindings")
     with pytest.raises(MissingDependencyError, match="'a_module_that_is_absent' is not installed"):
         import_library("tensorrt", "needs_other")

@@ -250,14 +250,14 @@ def test_names_of_an_onnx_file_are_no_code_either(tmp_path: Path) -> None:
 @pytest.fixture
 def compiled(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of a run whose engine claims to be compiled; what stands for the library is none."""
-    monkeypatch.setattr(trust, "_BUILT", set())
+    monkeypatch.setattr(trust, "_BUILT_DIGESTS", set())
     parts = {"engine.json": _parts(good)["engine.json"], "compiled.pt2": b"no library"}
     _write(tmp_path / "model.engine", parts)
     (tmp_path / "config.yaml").write_text("quantizer: {backend: torch}\nengine: {threads: 1}\n")
     return tmp_path
 
 
-UNTRUSTED = r"model\.engine holds compiled native code, which this process did not build.*trust=True \(--trust"
+UNTRUSTED = r"model\.engine contains native code that this process did not build.*trust=True \(--trust"
 TRIED = "cannot load the compiled graph"
 
 
@@ -309,7 +309,7 @@ def test_a_compiled_engine_is_mapped_once(tmp_path: Path, monkeypatch: pytest.Mo
         counts.append(maps.read_text().count("wrapper.so"))
     assert counts[0] > 0
     assert counts == counts[:1] * 4
-    monkeypatch.setattr(trust, "_BUILT", set())
-    with pytest.raises(EngineError, match="holds compiled native code"):
+    monkeypatch.setattr(trust, "_BUILT_DIGESTS", set())
+    with pytest.raises(EngineError, match="contains native code"):
         load_engine("torch", tmp_path / "m.engine")
     assert np.array_equal(load_engine("torch", tmp_path / "m.engine", trust=True)(x)["y"], x)

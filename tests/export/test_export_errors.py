@@ -52,8 +52,8 @@ def test_a_missing_library_names_the_extra(
 
 
 PLACES = [
-    ("none/m.onnx", r"the folder .*/none does not exist; make it first"),
-    ("file/m.onnx", r"the folder .*/file is no folder"),
+    ("none/m.onnx", r"the folder .*/none does not exist; create it first"),
+    ("file/m.onnx", r"the folder .*/file is not a folder"),
     (".", "is a folder; expected the name of a file, such as model.onnx"),
     ("", "the path to write to is empty|is a folder"),
     ("nowhere", "is a link to none, which does not exist"),

@@ -102,7 +102,7 @@ from quantizer.observe.calibrators import CALIBRATORS
 for name in ("four-sigma", "max"):
     with pytest.raises(ValueError, match=f"calibrator '{name}' is registered twice"):
         CALIBRATORS.add(name)(four_sigma.FourSigmaCalibrator)
-with pytest.raises(ValueError, match="calibrator 'auto': the name has a meaning of its own"):
+with pytest.raises(ValueError, match="calibrator 'auto': the name is reserved"):
     CALIBRATORS.add("auto")(four_sigma.FourSigmaCalibrator)
 """,
     )

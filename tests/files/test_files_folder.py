@@ -82,16 +82,16 @@ def _a_working_tree(folder: Path) -> None:
 
 
 KEPT: dict[Callable[[Path], None], str] = {
-    _mine: "was not written by this quantizer .* it holds 'mine'",
-    _mine_beside_ours: "holds 'mine', which quantizer did not write: move that elsewhere",
-    _mine_below_ours: "holds 'below/mine', which quantizer did not write",
-    _an_empty_folder_in_ours: "holds 'mine/', which quantizer did not write",
-    _a_folder_where_ours_had_a_file: "holds 'a/mine', 'a/', which quantizer did not write",
+    _mine: "was not written by this quantizer .* it contains 'mine'",
+    _mine_beside_ours: "contains 'mine', which quantizer did not write: move that elsewhere",
+    _mine_below_ours: "contains 'below/mine', which quantizer did not write",
+    _an_empty_folder_in_ours: "contains 'mine/', which quantizer did not write",
+    _a_folder_where_ours_had_a_file: "contains 'a/mine', 'a/', which quantizer did not write",
     _ours_in_ours: "which quantizer did not write",
-    _another_kind: "holds a saved quantizer, which a run does not replace",
-    _a_marker_that_is_damaged: r"\.quantizer\.json cannot be read in it",
-    _a_marker_of_a_later_format: r"\.quantizer\.json cannot be read in it",
-    _a_working_tree: "is a working tree of git",
+    _another_kind: "contains a saved quantizer, which a run does not replace",
+    _a_marker_that_is_damaged: r"\.quantizer\.json cannot be read",
+    _a_marker_of_a_later_format: r"\.quantizer\.json cannot be read",
+    _a_working_tree: "is a git working tree",
 }
 
 
@@ -119,7 +119,7 @@ def test_without_replace_nothing_that_stands_there_is_replaced(tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     for name in ("ours", "empty"):
         with pytest.raises(
-            QuantizerError, match=f"{name} exists already; choose another folder, or replace it with --"
+            QuantizerError, match=f"{name} already exists; choose another folder, or replace it with --"
         ):
             checked_folder(tmp_path / name, KIND, replace=False)
         assert checked_folder(tmp_path / name, KIND, replace=True) == tmp_path / name
@@ -137,9 +137,9 @@ def test_the_current_folder_a_root_and_a_home(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     for place in (".", "..", tmp_path, tmp_path / "here" / "below", "../../here", "/"):
-        with pytest.raises(QuantizerError, match=r"is the current folder, or holds it|is the root of a f"):
+        with pytest.raises(QuantizerError, match=r"is or contains the current folder|is the root of a f"):
             checked_folder(place, KIND, replace=True)
-    with pytest.raises(QuantizerError, match="is a home; nothing was changed"):
+    with pytest.raises(QuantizerError, match="is a home folder; nothing was changed"):
         checked_folder(tmp_path / "home", KIND, replace=True)
     # A folder that is empty could be replaced, and a process that stands in it would stand nowhere.
     with pytest.raises(QuantizerError, match="is the current folder"):
@@ -149,7 +149,7 @@ def test_the_current_folder_a_root_and_a_home(tmp_path: Path, monkeypatch: pytes
 def test_where_a_file_system_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda _: True)
-    with pytest.raises(QuantizerError, match="is where a file system is mounted"):
+    with pytest.raises(QuantizerError, match="is a mount point"):
         checked_folder(tmp_path / "out", KIND, replace=True)
 
 
@@ -159,13 +159,13 @@ def test_where_a_file_system_is_mounted(tmp_path: Path, monkeypatch: pytest.Monk
         ("", "the path to write to is empty"),
         ("n" * 300, "cannot be written: File name too long"),
         ("below/" + "n" * 300, "cannot be written: File name too long"),
-        ("a\0b", "is no name of a file or folder"),
-        ("a\ud800b", "is no name of a file or folder"),
+        ("a\0b", "is not a valid name of a file or folder"),
+        ("a\ud800b", "is not a valid name of a file or folder"),
         ("dangling", "dangling is a link to nowhere, which does not exist"),
         ("dangling/out", "dangling is a link to nowhere, which does not exist"),
         ("loop", "loop is a link to loop, which does not exist"),
-        ("file", "it is no folder"),
-        ("file/out", "file is no folder"),
+        ("file", "it is not a folder"),
+        ("file/out", "file is not a folder"),
     ],
     ids=["empty", "long", "long below", "zero", "surrogate", "link", "below a link", "loop", "file", "below a file"],
 )
@@ -200,10 +200,10 @@ def test_a_saved_quantizer_of_an_earlier_version(tmp_path: Path) -> None:
     out.mkdir()
     (out / "quantizer.yaml").write_text("format: 1\nsites: []\n")
     (out / "ranges.safetensors").write_text("")
-    with pytest.raises(QuantizerError, match="holds a saved quantizer, which a run does not replace"):
+    with pytest.raises(QuantizerError, match="contains a saved quantizer, which a run does not replace"):
         write(out, "new")
     (out / "mine").write_text("mine")
-    with pytest.raises(QuantizerError, match="holds 'mine', which quantizer did not write"):
+    with pytest.raises(QuantizerError, match="contains 'mine', which quantizer did not write"):
         write_folder(out, fill("new"), kind="saved quantizer")
     (out / "mine").unlink()
     write_folder(out, fill("new"), kind="saved quantizer")
@@ -223,7 +223,7 @@ def test_what_came_in_the_meantime_is_kept_and_so_is_the_work(tmp_path: Path) ->
         (out / "mine").write_text("mine")
 
     for number in (1, 2):
-        with pytest.raises(QuantizerError, match=rf"(?s)did not write.*What was made is kept in .*/out\.new{number}$"):
+        with pytest.raises(QuantizerError, match=rf"(?s)did not write.*The new folder is kept in .*/out\.new{number}$"):
             write_folder(out, and_mine, kind=KIND)
         (out / "mine").unlink()
         assert text_of(out) == "old"
@@ -240,7 +240,7 @@ def test_two_at_once_that_may_not_replace(tmp_path: Path) -> None:
         other.start()
         other.join()
 
-    with pytest.raises(QuantizerError, match=r"out exists already.*kept in .*/out\.new1"):
+    with pytest.raises(QuantizerError, match=r"out already exists.*kept in .*/out\.new1"):
         write_folder(out, and_another, kind=KIND, replace=False)
     assert text_of(out) == "first"
     assert text_of(tmp_path / "out.new1") == "second"

@@ -160,7 +160,7 @@ def test_a_folder_that_another_process_writes_is_told(tmp_path: Path) -> None:
     _left(out)
     require_sole_writer(out)
     _left(out, owner=parent, start=temporary._started(parent))
-    with pytest.raises(QuantizerError, match=rf"out is being written by process {parent} now: wait for it, end it"):
+    with pytest.raises(QuantizerError, match=rf"out is being written by process {parent}: wait for it, stop it"):
         require_sole_writer(out)
     require_sole_writer(tmp_path / "other")
 

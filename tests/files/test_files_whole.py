@@ -26,10 +26,10 @@ def _write(path: Path | str, text: str) -> None:
         (".", "is a folder; expected the name of a file"),
         ("folder", "is a folder; expected the name of a file"),
         ("n" * 300, "cannot be written: File name too long"),
-        ("a\0b", "is no name of a file or folder"),
+        ("a\0b", "is not a valid name of a file or folder"),
         ("dangling", "dangling is a link to nowhere, which does not exist"),
-        ("none/file", "the folder .*/none does not exist; make it first"),
-        ("file/file", "the folder .*/file is no folder; make it first"),
+        ("none/file", "the folder .*/none does not exist; create it first"),
+        ("file/file", "the folder .*/file is not a folder; create it first"),
         ("pipe", "is a device, a pipe or a socket"),
         ("socket", "is a device, a pipe or a socket"),
         ("/dev/null", "is a device, a pipe or a socket"),
@@ -105,5 +105,5 @@ def test_a_name_as_long_as_it_may_be(tmp_path: Path) -> None:
 
 def test_room(tmp_path: Path) -> None:
     require_room(tmp_path, 1, "a file")
-    with pytest.raises(QuantizerError, match=r"no room in .*: a file takes \d+ MiB at least, and \d+ MiB are free"):
+    with pytest.raises(QuantizerError, match=r"no room in .*: a file takes at least \d+ MiB, but \d+ MiB are free"):
         require_room(tmp_path, 2**60, "a file")

@@ -60,7 +60,7 @@ def test_in_a_saved_quantizer(saved: Path, tmp_path: Path, make: Callable[[Path]
     for file in saved.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     make(tmp_path / name)
-    with pytest.raises(QuantizerError, match="it is a device or a pipe, expected a regular file"):
+    with pytest.raises(QuantizerError, match="it is a device or a pipe; expected a regular file"):
         Quantizer.load(tmp_path)
 
 

@@ -200,9 +200,7 @@ def test_a_place_of_others_is_refused(tmp_path: Path, name: str) -> None:
     other = tmp_path / "kept" / name
     other.parent.mkdir(exist_ok=True)
     other.touch()
-    message = (
-        f"kept holds '{name}', which quantizer did not write," if name else "kept is no folder; choose another folder"
-    )
+    message = f"kept contains '{name}', which quantizer did not write," if name else "kept is not a folder; choose"
     with pytest.raises(EngineError, match=message):
         Store(tmp_path / "kept", EngineError)
 
@@ -211,9 +209,9 @@ def test_a_place_of_others_is_refused(tmp_path: Path, name: str) -> None:
     ("place", "message"),
     [
         ("", "the path to write to is empty"),
-        ("file/kept", "file is no folder"),
+        ("file/kept", "file is not a folder"),
         ("n" * 300, "File name too long"),
-        ("a\0b", "is no name of a file or folder"),
+        ("a\0b", "is not a valid name of a file or folder"),
     ],
 )
 def test_an_impossible_place_is_told_first(
@@ -235,7 +233,7 @@ def test_a_full_disk_does_not_keep_a_command_from_its_end(
     monkeypatch.setattr("quantizer.utils.files.store.settle", full)
     with caplog.at_level(logging.WARNING):
         assert store.get(KEY, Making()) == 0.1
-    assert "a result is not kept in" in caplog.text
+    assert "a result is not stored in" in caplog.text
     assert "No space left on device" in caplog.text
     assert store.count == 0
 
@@ -264,5 +262,5 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
 
 def test_errors_are_those_of_the_package(tmp_path: Path) -> None:
     (tmp_path / "kept").touch()
-    with pytest.raises(QuantizerError, match="is no folder"):
+    with pytest.raises(QuantizerError, match="is not a folder"):
         Store(tmp_path / "kept")

@@ -225,7 +225,7 @@ def test_a_loaded_model_is_the_frozen_one(bert, tmp_path):
     again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "int8")
     assert_same(again(**TEXT), frozen(**TEXT))
     q = quantizer_of(again)
-    with pytest.raises(ProxyError, match="this is a proxy already"):
+    with pytest.raises(ProxyError, match="the model is already a proxy"):
         q.qat(again)
     # What the Trainer asks of a model.
     with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):

@@ -106,7 +106,7 @@ def _rule(rules: dict[str, list[str]], model: nn.Module | None = None, call: str
 
 
 UNCALIBRATED = r"nothing was calibrated yet: run data through calib\(model\)"
-SERVED = "this Quantizer serves another Mlp already; make one Quantizer for each"
+SERVED = "this Quantizer is bound to another Mlp; make one Quantizer for each"
 NO_TYPE = r"exclude\.module_types.*matches nothing: no module of this type"
 LAYERS = nn.ModuleDict({"layer": nn.ModuleList([nn.ModuleDict({"attention": linear()})])})
 

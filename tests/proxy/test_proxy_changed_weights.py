@@ -106,7 +106,7 @@ def test_a_loaded_calibration_refuses_other_shapes(tmp_path: Path) -> None:
     q.calibrate(_net(), [X])
     q.save(tmp_path / "q")
     other = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).eval()
-    with pytest.raises(CalibrationError, match=r"another model: 0\.weight had the shape \[64, 32\] and has \[48, 32\]"):
+    with pytest.raises(CalibrationError, match=r"another model: .* of 0\.weight was \[64, 32\] and is \[48, 32\]"):
         Quantizer.load(tmp_path / "q").quantize(other)
 
 

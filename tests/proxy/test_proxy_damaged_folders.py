@@ -91,7 +91,7 @@ def test_a_plan_that_is_nested_too_deep_is_no_crash(folder: Path) -> None:
         (lambda d: d.update(regions=7), "regions: expected an object, got 7"),
         (lambda d: d.update(fallback={"groups": 1}), "the record of a fallback is damaged: "),
         (lambda d: d.update(more=7), "unknown field 'more'"),
-        (lambda d: d.update(config={"dtype": "int9"}), r"cannot be taken up: [^\0]*dtype: got"),
+        (lambda d: d.update(config={"dtype": "int9"}), r"cannot be loaded: [^\0]*dtype: got"),
         (lambda d: d.update(sha256=[1]), "sha256: expected an object, got a list"),
     ],
 )
@@ -148,7 +148,7 @@ def test_a_product_of_no_site_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("batches", [None, 3, "data", {"input": torch.zeros(2, 16)}])
 def test_what_is_no_iterable_of_batches(batches: Any) -> None:
-    with pytest.raises(CalibrationError, match=r"the calibration data is a .*; give an iterable of batches"):
+    with pytest.raises(CalibrationError, match=r"the calibration data is a .*; pass an iterable of batches"):
         Quantizer(preset="plain", backend="openvino").calibrate(_model(), batches)
 
 

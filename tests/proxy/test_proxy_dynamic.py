@@ -74,9 +74,9 @@ def test_a_rule_for_some_sites() -> None:
 @pytest.mark.parametrize("backend", ["tensorrt", "openvino-avx2"])
 def test_a_backend_without_kernels_refuses(backend: str) -> None:
     model = Mlp().eval()
-    with pytest.raises(ConfigError, match=rf"activations\.ranges: {backend} has no kernels for ranges at run time"):
+    with pytest.raises(ConfigError, match=rf"activations\.ranges: {backend} has no kernels for dynamic ranges"):
         dynamic(model, backend=backend).quantize(model)
-    with pytest.raises(ConfigError, match="no kernels for ranges at run time"):
+    with pytest.raises(ConfigError, match="no kernels for dynamic ranges"):
         dynamic(model).for_backend(backend)
 
 
@@ -113,7 +113,7 @@ def test_blocks_of_neighbours_where_the_engine_takes_them() -> None:
 def test_blocks_need_weights_of_8_bits() -> None:
     model = blocks_net().eval()
     rule = {"weights": "int4"}
-    with pytest.raises(ConfigError, match=r"formats\[0\]: openvino has kernels for ranges at run time with weights in"):
+    with pytest.raises(ConfigError, match=r"formats\[0\]: openvino supports dynamic ranges only with weights in"):
         dynamic(model, torch.randn(2, 128), backend="openvino", formats=[rule]).quantize(model)
 
 

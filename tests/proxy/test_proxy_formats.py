@@ -102,8 +102,8 @@ def test_a_rule_of_kinds_alone_takes_products_by_a_weight_for_linears() -> None:
     ("options", "message"),
     [
         ({"formats": [{"weights": "int4", "names": ["upp"]}]}, r"formats\[0\].names: 'upp' matches nothing.*'up'"),
-        ({"backend": "openvino", "dtype": "fp8"}, "openvino has no activations in fp8; it takes int8, uint8"),
-        ({"formats": [{"activations": "uint8"}]}, r"formats\[0\]: tensorrt has no activations in uint8"),
+        ({"backend": "openvino", "dtype": "fp8"}, "openvino does not support activations in fp8; use int8, uint8"),
+        ({"formats": [{"activations": "uint8"}]}, r"formats\[0\]: tensorrt does not support activations in uint8"),
         (
             {"formats": [{"weights": "int4", "block_size": 24}]},
             "block_size 24 does not divide the 32 input",

@@ -271,7 +271,7 @@ def test_saving_keeps_what_was_put_beside(tmp_path: Path) -> None:
     q, _ = _frozen(Mlp().eval(), torch.randn(8, 32))
     q.save(tmp_path / "state")
     (tmp_path / "state" / "notes").write_text("mine")
-    with pytest.raises(QuantizerError, match="holds 'notes', which quantizer did not write"):
+    with pytest.raises(QuantizerError, match="contains 'notes', which quantizer did not write"):
         q.save(tmp_path / "state")
     assert (tmp_path / "state" / "notes").read_text() == "mine"
 

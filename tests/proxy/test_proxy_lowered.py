@@ -254,7 +254,7 @@ def test_sites_without_a_kernel_round_as_before(
     (row,) = q.kernels(lowered)
     assert row.kernel is None
     assert reason in row.reason
-    assert f"lower() finds no kernel, so it gives what quantize() gives: {reason}" in caplog.text
+    assert f"lower() finds no kernel, so the model computes as that of quantize(): {reason}" in caplog.text
     assert reason.split()[-1] in str(q.kernels(lowered))
     assert torch.equal(lowered(rows(1, 128)), q.quantize(model)(rows(1, 128)))
 
@@ -322,7 +322,7 @@ def test_it_is_for_inference() -> None:
     lowered.eval()
     x = rows().requires_grad_()
     assert torch.equal(lowered(x), lowered(rows()))
-    with pytest.raises(ProxyError, match="this is a proxy already"):
+    with pytest.raises(ProxyError, match="the model is already a proxy"):
         q.lower(lowered)
     with pytest.raises(ProxyError, match="the model that quantize"):
         q.export(lowered, "never.onnx", rows())

@@ -319,7 +319,7 @@ def test_a_folder_without_histograms(tmp_path: Path) -> None:
     (folder / "observed.safetensors").unlink()
     loaded = Quantizer.load(folder)
     assert loaded.scales()
-    with pytest.raises(CalibrationError, match=r"calib\(resume=True\) needs an earlier calib\(\) .* or a folder"):
+    with pytest.raises(CalibrationError, match=r"calib\(resume=True\) needs an earlier .* or a loaded folder"):
         loaded.calib(_model(), resume=True)
 
 

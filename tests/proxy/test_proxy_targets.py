@@ -304,7 +304,7 @@ RUN = {
         ({}, {"compute_capability": "sm77"}, {}, "'sm77' is unknown to tensorrt-rtx; expected one of sm75, sm80"),
         ({"backend": "openvino"}, {"compute_capability": "sm89"}, {}, "openvino runs on a CPU"),
         ({"backend": "tensorrt"}, {"compute_capability": "sm89"}, {}, "tensorrt builds for the GPU of this machine"),
-        ({"backend": "openvino", "dtype": "fp8"}, {}, {}, "openvino has no activations in fp8"),
+        ({"backend": "openvino", "dtype": "fp8"}, {}, {}, "openvino does not support activations in fp8"),
         (
             {"formats": ({"weights": "int4", "block_size": 32},)},
             {},

@@ -396,6 +396,6 @@ def test_what_has_no_room_is_not_cut(quantizer: Quantizer, monkeypatch: pytest.M
 def test_a_picture_is_written_as_a_whole(tmp_path: Path) -> None:
     Picture("<svg></svg>").save(tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text() == "<svg></svg>"
-    with pytest.raises(QuantizerError, match="does not exist; make it first"):
+    with pytest.raises(QuantizerError, match="does not exist; create it first"):
         Picture("<svg></svg>").save(tmp_path / "none" / "a.svg")
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]

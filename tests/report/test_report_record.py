@@ -152,7 +152,7 @@ def test_a_failed_write_leaves_what_was_there(
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(QuantizerError, match=r"report\.json: the folder .*/no does not exist; make it first"):
+    with pytest.raises(QuantizerError, match=r"report\.json: the folder .*/no does not exist; create it first"):
         write_record(bare_record(), tmp_path / "no" / "report.json")
 
 

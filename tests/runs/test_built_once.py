@@ -63,9 +63,9 @@ def test_native_code_of_an_earlier_process_is_built_again(
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("compiled.pt2", b"a library")
     (tmp_path / "a.onnx").write_bytes(packed.getvalue())
-    monkeypatch.setattr(trust, "_BUILT", {trust.hashlib.sha256(b"a library").hexdigest()})
+    monkeypatch.setattr(trust, "_BUILT_DIGESTS", {trust.hashlib.sha256(b"a library").hexdigest()})
     _build(tmp_path, built, "first")
-    monkeypatch.setattr(trust, "_BUILT", set())
+    monkeypatch.setattr(trust, "_BUILT_DIGESTS", set())
     _build(tmp_path, built, "again")
     trust.note_built(b"a library")
     _build(tmp_path, built, "built here")

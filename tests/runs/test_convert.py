@@ -220,7 +220,7 @@ def test_without_a_name_and_sizes_they_are_those_of_the_model(
     config = read_json(tmp_path / "converted" / "model" / "openvino" / "config.json")
     assert (config["name"], config["dimensions"]["sequence"]) == ("model", [16, 64, 64])
     code, said = convert(*words)
-    assert (code, "exists already; choose another folder, or replace it with --force" in said) == (1, True)
+    assert (code, "already exists; choose another folder, or replace it with --force" in said) == (1, True)
 
 
 def test_what_cannot_run_here_is_not_called_verified(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:

@@ -330,7 +330,7 @@ class _Variadic(nn.Module):
     ("model", "data", "error", "said"),
     [
         (_net, [], CalibrationError, "the calibration data is empty"),
-        (_net, [(torch.ones(2, 3, 8, 8), torch.ones(2), torch.ones(2))], CalibrationError, "which of them are its"),
+        (_net, [(torch.ones(2, 3, 8, 8), torch.ones(2), torch.ones(2))], CalibrationError, "which parts are inputs"),
         (_net, [{"image": [1.0]}], CalibrationError, "image is list; expected a tensor with the rows"),
         (_net, [torch.tensor(1.0)], CalibrationError, r"image is a tensor of shape \[\]; expected a tensor with"),
         (_Variadic, [torch.ones(2, 3)], CalibrationError, "variadic positional arguments have no names"),

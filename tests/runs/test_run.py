@@ -347,7 +347,7 @@ def test_only_what_a_run_wrote_is_replaced_and_only_in_the_end(
     """Which folders may be replaced: tests/files."""
     write_folder(at / "out", lambda target: (target / "report.json").write_text("former"), kind=pipeline.RUN)
     assert main(["run", "tiny.yaml", "--output", "out"]) == 1
-    assert "out exists already; choose another folder, or replace it with --force" in capsys.readouterr().err
+    assert "out already exists; choose another folder, or replace it with --force" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         _fail(patch, "report", KeyboardInterrupt())
         assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 130

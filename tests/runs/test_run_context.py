@@ -77,9 +77,9 @@ def _a_file_as_the_scores(folder: Path) -> None:
     ("make", "message"),
     [
         (_mine_as_a_checkpoint, r"best\.safetensors is no checkpoint of a training"),
-        (_mine_as_scores, r"out\.search holds 'scores\.json', which quantizer did not write"),
+        (_mine_as_scores, r"out\.search contains 'scores\.json', which quantizer did not write"),
         (_a_file_as_the_folder, r"out\.training is no folder"),
-        (_a_file_as_the_scores, r"out\.search is no folder"),
+        (_a_file_as_the_scores, r"out\.search is not a folder"),
     ],
 )
 def test_what_others_put_there_is_told_before_the_work(tmp_path: Path, make: Any, message: str) -> None:
@@ -111,7 +111,7 @@ def test_engines_are_kept_after_an_interrupt_alone(tmp_path: Path) -> None:
 def test_a_folder_of_others_takes_no_engines(tmp_path: Path) -> None:
     (tmp_path / "out.engines").mkdir()
     (tmp_path / "out.engines" / "thesis.tex").touch()
-    with pytest.raises(QuantizerError, match=r"out\.engines holds 'thesis\.tex', which quantizer did not write"):
+    with pytest.raises(QuantizerError, match=r"out\.engines contains 'thesis\.tex', which quantizer did not write"):
         _engines(tmp_path, None)
     assert _names(tmp_path / "out.engines") == ["thesis.tex"]
 

@@ -145,7 +145,7 @@ EARLY = {
     f"{OPENVINO} --seq-len 1 8 16": "--seq-len 1 ...: expected 2 or more",
     f"{BERT} --backend tensort": "--backend tensort: unknown; expected auto, or some of onnxruntime, ",
     f"{BERT} --backend auto tensorrt-rtx": "auto compares engines on this CPU, but tensorrt-rtx runs elsewhere",
-    f"{BERT} {DATA} --backend auto --dtype fp8": "quantizer.dtype: openvino has no activations in fp8",
+    f"{BERT} {DATA} --backend auto --dtype fp8": "quantizer.dtype: openvino does not support activations in fp8",
     f"{BERT} --backend openvino openvino": "expected at least one, each of them once",
     f"{OPENVINO} --task poetry": "--task poetry: unknown; expected one of audio-classification, automatic-speech",
     f"{INT8} --max-drop 0.1": "there is nothing to score on",
@@ -153,7 +153,7 @@ EARLY = {
     f"{INT8} --tuning text-csv:a.csv": "--tuning a.csv: data.tuning: is used by fallback.max_drop",
     f"{INT8} --max-drop -1 --tuning text-csv:a.csv": "--max-drop -1.0: fallback.max_drop: got the number -1.0",
     f"{INT8} --max-drop 0 --tuning text-csv:a --evaluation text-csv:a": "--tuning and --evaluation are both text-csv:a",
-    f"{INT8} --dtype fp8": "quantizer.dtype: openvino has no activations in fp8; it takes int8, uint8",
+    f"{INT8} --dtype fp8": "quantizer.dtype: openvino does not support activations in fp8; it takes int8, uint8",
     f"{OPENVINO} --compute-capability sm89": "--compute-capability sm89 is for --backend tensorrt-rtx",
     f"{BERT} --backend onnxruntime --inference-precision bfloat16": "types of the ONNX file; leave 'bfloat16' out",
     f"{OPENVINO} --inference-precision int8": "engine.inference_precision: got the text 'int8'; expected 'float32'",
@@ -163,14 +163,14 @@ EARLY = {
     f"{BERT} {DATA} --config fp8.yaml {RTX} sm80": "engine.compute_capability: 'sm80' has no FP8",
     f"{INT8} --config wrong.yaml": "wrong.yaml:1: preset: got the text 'fats'; expected",
     f"{INT8} --config no.yaml": "no.yaml: there is no such file; expected a YAML file",
-    f"{BERT} {DATA} --backend tensorrt --config dynamic.yaml": "formats[0]: tensorrt has no kernels for ranges at run",
+    f"{BERT} {DATA} --backend tensorrt --config dynamic.yaml": "formats[0]: tensorrt has no kernels for dynamic ranges",
     f"{INT8} --set quantizer.presett=plain": "override 'quantizer.presett=plain': quantizer.presett: unknown key",
     f"{OPENVINO} --threads 0": "--threads 0: engine.threads: got the whole number 0; expected a whole number, at least",
     f"{OPENVINO} --threads 0 --seq-len 9 8 7": "2 problems",
     f"{OPENVINO} --seconds 3": "--seconds 3 is for recordings, and task sequence-classification for texts",
-    f"{OPENVINO} -o texts.txt": "texts.txt cannot be written: it is no folder",
-    f"{OPENVINO} -o . --force": "is the current folder, or holds it",
-    f"{OPENVINO} -o ''": "is the current folder, or holds it",
+    f"{OPENVINO} -o texts.txt": "texts.txt cannot be written: it is not a folder",
+    f"{OPENVINO} -o . --force": "is or contains the current folder",
+    f"{OPENVINO} -o ''": "is or contains the current folder",
     "convert -m ./nowhere": "there is no folder nowhere",
     "convert -m untold": "its architecture is BertForPreTraining, which does not tell the task; give --task with",
     f"{VIT} --quantization": "give 100 or more texts or images like those that the model will see",
@@ -202,9 +202,9 @@ EARLY = {
     f"{RUN} engine.compute_capability=sm89": "which has no compute capability; leave 'sm89' out",
     f"{RUN} engine.strip_weights=true": "engine.strip_weights: openvino keeps the weights in its engines; leave it out",
     f"{RUN} 'quantizer.backend=[openvino, tensorrt]'": "auto compares engines on this CPU, but tensorrt runs elsewhere",
-    "run run.yaml --output texts.txt/run": "texts.txt is no folder; choose another folder",
-    "run run.yaml --output mine --force": "it holds 'file'",
-    "run run.yaml --output mine/file --force": "it is no folder",
+    "run run.yaml --output texts.txt/run": "texts.txt is not a folder; choose another folder",
+    "run run.yaml --output mine --force": "it contains 'file'",
+    "run run.yaml --output mine/file --force": "it is not a folder",
     f"{T5} qat={{}} {TRAINING}": "qat: task 'text-to-text' is of an encoder-decoder model, which becomes several",
     f"{T5} 'fallback={{min_speedup: 1.5}}' amp={{}}": "fallback.min_speedup: task 'text-to-text' is of an encoder",
     f"{T5} engine.strip_weights=true": "engine.strip_weights: task 'text-to-text' is of an en",
@@ -230,7 +230,7 @@ LATE = {
     f"{FUNCTIONS} model.source=needs:build": "importing needs failed, with ModuleNotFoundError: No module named 'abse",
     f"{FUNCTIONS} model.source=exits:build": "exits:build: importing exits failed, with SystemExit: 2",
     f"{FUNCTIONS} model.source=both:build": "'both:build' is the name of a function, and of a file or folder here",
-    f"{FUNCTIONS} model.inputs=my_pkg.data:none": "none(): the calibration data is a NoneType; give an iterable of",
+    f"{FUNCTIONS} model.inputs=my_pkg.data:none": "none(): the calibration data is a NoneType; pass an iterable of",
     f"{FUNCTIONS} model.inputs=my_pkg.data:empty": "empty(): the calibration data is empty: at least one batch",
     f"{FUNCTIONS} model.inputs=my_pkg.data:wrong": "my_pkg.data:wrong(): batch 0 does not fit Net.forward",
     f"{FUNCTIONS} model.inputs=my_pkg.data:broken": "broken(): the calibration data failed after 1 batch, with OSErr",
@@ -284,5 +284,5 @@ def test_before_the_calibration(
 
 def test_a_fault_of_several_backends_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     told = _told(f"{BERT} {DATA} --dtype fp8 --config plain.yaml --backend openvino onnxruntime", capsys)
-    assert told.count("quantizer.dtype: openvino has no activations in fp8") == 1
-    assert told.count("quantizer.dtype: onnxruntime has no activations in fp8") <= 1
+    assert told.count("quantizer.dtype: openvino does not support activations in fp8") == 1
+    assert told.count("quantizer.dtype: onnxruntime does not support activations in fp8") <= 1

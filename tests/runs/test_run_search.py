@@ -273,7 +273,7 @@ def test_a_folder_of_others_takes_no_scores(search: Search, capsys: pytest.Captu
     Path("out.search").mkdir()
     Path("out.search/notes").touch()
     _run(code=1)
-    assert "out.search holds 'notes', which quantizer did not write" in _plain(capsys.readouterr().err)
+    assert "out.search contains 'notes', which quantizer did not write" in _plain(capsys.readouterr().err)
     assert search.taken == 0
     assert list(Path("out.search").iterdir()) == [Path("out.search/notes")]
 

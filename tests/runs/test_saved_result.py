@@ -151,7 +151,7 @@ def test_the_ranking_of_the_run_is_the_quantizers(made: Any, saved: Path) -> Non
     assert made.quantizer.sensitivity.rows == made.record.sensitivity
     assert len(made.quantizer.sensitivity.search) == len(made.record.fallback.evaluations)
     loaded = quantizer.Quantizer.load(saved / "quantizer")
-    with pytest.raises(SensitivityError, match="this quantizer was loaded, and its folder holds no ranking; report"):
+    with pytest.raises(SensitivityError, match="a saved quantizer contains no ranking; the ranking of a run"):
         _ = loaded.sensitivity
     again = made.quantizer
     again.calibrate(made.model, _batches(), progress=False)

@@ -1,10 +1,9 @@
-"""Atomic writing of files and folders, which replaces only what this package wrote.
+"""Atomic writing of files and folders, which replaces only files that this package wrote.
 
-writable.py    the real place of a path, and checks that it can be written, before any work
-temporary.py   temporary folders beside their targets, and removal of those that killed processes left; the marker file
-               of a folder: its kind, and the names of everything written into it
-folder.py      atomic writing of a file, or of a folder, which may replace a former one
-store.py       results in a folder, each made once by all that it depends on
+writable.py    resolves paths and checks that they can be written, before any work
+temporary.py   temporary folders beside their targets, their cleanup, and the marker file of a folder
+folder.py      atomic writing of a file or folder, which may replace an earlier one
+store.py       a cache of results in a folder, each made once for its key
 """
 
 from __future__ import annotations

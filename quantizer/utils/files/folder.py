@@ -1,11 +1,9 @@
-"""Atomic writing of a folder, which replaces only a folder that this package wrote, of the same kind.
+"""Atomic writing of files and folders, which replaces only folders that this package wrote, of the same kind.
 
-A new folder is filled beside its place, marked, synced to disk and renamed in one step. It is exchanged with a former
-folder in one step too, so that a kill at any moment leaves one of the two in place, complete. If the system cannot
-exchange folders, the former folder is renamed first; after a kill in between, the next process that reads or writes
-the folder restores it.
-
-Atomic writing of a file.
+A new folder is filled beside its target, marked, synced to disk and renamed in one step. If it replaces a folder, both
+are exchanged in one step, so that a kill at any moment leaves one complete folder. If the system cannot exchange
+folders, the earlier folder is renamed first. After a kill in between, the next process that reads or writes the folder
+restores it.
 """
 
 from __future__ import annotations
@@ -45,40 +43,45 @@ from quantizer.utils.files.writable import (
     system_errors_as,
 )
 
-_SHOWN = 3
+_NAMES_SHOWN = 3
 
 
 def checked_folder(folder: str | os.PathLike[str], kind: str, *, replace: bool) -> Path:
-    """Return the real place of a folder, after a check that a folder of this kind may be written there."""
+    """Return the resolved path of a folder after checking that a folder of this kind may be written there.
+
+    Raises:
+        QuantizerError: the path is a file, a protected folder, a folder with other content, or exists without
+            ``replace``.
+    """
     place = real_place(folder)
     with said_plainly(folder):
         if not place.exists():
             return place
         if not place.is_dir():
-            raise QuantizerError(f"{folder} cannot be written: it is no folder; choose another folder")
-        reason = protected_reason(place) or _kept_reason(place, kind)
+            raise QuantizerError(f"{folder} cannot be written: it is not a folder; choose another folder")
+        reason = protected_reason(place) or _foreign_content_reason(place, kind)
     if reason is not None:
         raise QuantizerError(f"{folder} {reason}; nothing was changed: choose another folder")
     if not replace:
         raise QuantizerError(
-            f"{folder} exists already; choose another folder, or replace it with --force, in Python replace=True"
+            f"{folder} already exists; choose another folder, or replace it with --force (in Python replace=True)"
         )
     return place
 
 
 def require_sole_writer(folder: str | os.PathLike[str]) -> None:
-    """Check before long work that no other process of this machine is writing the same folder."""
+    """Raise if another process of this machine is writing the same folder; call this before long work."""
     owner = other_writer(real_place(folder))
     if owner is not None:
         raise QuantizerError(
-            f"{folder} is being written by process {owner} now: wait for it, end it, or choose another folder"
+            f"{folder} is being written by process {owner}: wait for it, stop it, or choose another folder"
         )
 
 
 def write_folder(
     folder: str | os.PathLike[str], fill: Callable[[Path], object], *, kind: str, replace: bool = True
 ) -> Path:
-    """Write a folder atomically by ``fill(path)``, as in ``with new_folder(...) as path``; return its place."""
+    """Write a folder atomically with ``fill(path)``, as in ``with new_folder(...) as path``, and return its path."""
     with new_folder(folder, kind=kind, replace=replace) as new:
         fill(new)
     return Path(folder).absolute()
@@ -86,15 +89,15 @@ def write_folder(
 
 @contextmanager
 def new_folder(folder: str | os.PathLike[str], *, kind: str, replace: bool = True) -> Iterator[Path]:
-    """Write a folder atomically: yield a temporary folder beside it, which takes its place at the end of the block.
+    """Yield a temporary folder, which atomically becomes ``folder`` at the end of the block.
 
-    A former folder of the same kind is replaced when the new one is complete. After an error nothing is left behind;
-    new parent folders are removed too. If the place has something at the end that must not be replaced, the new folder
-    is kept beside it, and the error names its path.
+    An earlier folder of the same kind is replaced when the new one is complete. After an error nothing is left behind,
+    including new parent folders. If the target must not be replaced at the end, the new folder is kept beside it, and
+    the error names its path.
     """
     restore_folder(folder)
     place = checked_folder(folder, kind, replace=replace)
-    made = [parent for parent in place.parents if not parent.exists()]
+    new_parents = [parent for parent in place.parents if not parent.exists()]
     new = new_name(place)
     try:
         with said_plainly(folder):
@@ -117,14 +120,14 @@ def new_folder(folder: str | os.PathLike[str], *, kind: str, replace: bool = Tru
             _clear(new, place)
     finally:
         _clear(new, place)
-        for parent in made:
+        for parent in new_parents:
             with suppress(OSError):
                 parent.rmdir()
 
 
 @contextmanager
 def said_complete(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Add to an interrupt in the block, which must follow the work, the message that the folder is complete."""
+    """Add the message that the folder is complete to an interrupt in the block, which must follow the work."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -132,7 +135,7 @@ def said_complete(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def restore_folder(folder: str | os.PathLike[str]) -> None:
-    """Restore a folder whose replacement was killed: the new folder if it is complete, otherwise the former one."""
+    """Restore a folder after a killed replacement: the new folder if complete, otherwise the earlier one."""
     with suppress(OSError, ValueError):
         place = Path(os.path.realpath(folder))
         for old in leftovers(place, OLD):
@@ -141,28 +144,28 @@ def restore_folder(folder: str | os.PathLike[str]) -> None:
                 os.rename(new if (new / MARKER).exists() else old, place)
 
 
-def _kept_reason(place: Path, kind: str) -> str | None:
-    """Return why a folder must be kept because of its content; None if this package wrote all of it."""
+def _foreign_content_reason(place: Path, kind: str) -> str | None:
+    """Return why a folder must not be replaced because of its content; None if this package wrote all of it."""
     names = sorted(os.listdir(place))
     if not names:
         return None
     marker = read_marker(place)
     if marker is None:
-        what = "cannot be read" if MARKER in names else "is missing"
+        problem = "cannot be read" if MARKER in names else "is missing"
         return (
-            f"was not written by this quantizer ({MARKER} {what} in it): it holds {_some(names)}. Remove it yourself "
-            "if nothing in it is needed"
+            f"was not written by this quantizer ({MARKER} {problem}): it contains {_first_names(names)}. Remove it "
+            "yourself if you do not need its content"
         )
     if marker.kind != kind:
-        return f"holds a {marker.kind}, which a {kind} does not replace"
+        return f"contains a {marker.kind}, which a {kind} does not replace"
     others = foreign(place, marker)
     if others:
-        return f"holds {_some(others)}, which quantizer did not write: move that elsewhere"
+        return f"contains {_first_names(others)}, which quantizer did not write: move that elsewhere"
     return None
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:_SHOWN])) + (" and more" if len(names) > _SHOWN else "")
+def _first_names(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:_NAMES_SHOWN])) + (" and more" if len(names) > _NAMES_SHOWN else "")
 
 
 def _put_in_place(new: Path, place: Path, kind: str) -> None:
@@ -171,7 +174,7 @@ def _put_in_place(new: Path, place: Path, kind: str) -> None:
         os.rename(new, place)
         return
     if not (place / MARKER).exists():
-        # A folder of an earlier version gets a marker, since its removal needs the list of names.
+        # A folder of an earlier version gets a marker, because its removal needs the list of names.
         write_marker(place, kind)
     shutil.copymode(place, new)
     if exchange(new, place):
@@ -186,14 +189,14 @@ def _put_in_place(new: Path, place: Path, kind: str) -> None:
 
 
 def _clear(new: Path, place: Path) -> None:
-    """Remove the new folder if it is still temporary, and the former folder if it was replaced."""
+    """Remove the new folder if it is still temporary, and the earlier folder if it was replaced."""
     discard(new)
     if os.path.lexists(place):
         discard(new.with_suffix(OLD))
 
 
 def _kept_beside(new: Path, place: Path, refused: QuantizerError) -> QuantizerError:
-    """Keep a new folder that could not be put in place, which may be hours of work; return an error with its path."""
+    """Keep a new folder that could not replace its target, as it may be hours of work; return the error."""
     number = 1
     while os.path.lexists(kept := place.with_name(f"{place.name}.new{number}")):
         number += 1
@@ -201,14 +204,14 @@ def _kept_beside(new: Path, place: Path, refused: QuantizerError) -> QuantizerEr
         os.rename(new, kept)
     except OSError:
         return refused
-    return QuantizerError(f"{refused}. What was made is kept in {kept}")
+    return QuantizerError(f"{refused}. The new folder is kept in {kept}")
 
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Iterator[Path]:
-    """Yield a path to write to; at the end its file replaces ``path``, after an exception it is removed.
+    """Yield a path to write to, which atomically replaces ``path`` at the end; after an error it is removed.
 
-    If ``path`` is a link, the file that it refers to is replaced.
+    If ``path`` is a link, its target is replaced.
     """
     place = file_behind(path, error)
     with (
@@ -224,12 +227,12 @@ def whole_file(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# The kernel, file system or container does not support the call; the two folders are in order.
-_UNABLE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
+# Errors if the kernel, file system or container does not support the call.
+_UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two paths of one file system atomically; return False, with no change, if the system cannot do that."""
+    """Exchange two paths of one file system atomically; return False without a change if that is not supported."""
     if sys.platform != "linux":
         return False
     library = ctypes.CDLL(None, use_errno=True)
@@ -240,6 +243,6 @@ def exchange(one: Path, other: Path) -> bool:
     if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
-    if code in _UNABLE:
+    if code in _UNSUPPORTED:
         return False
     raise OSError(code, os.strerror(code), str(other))

@@ -1,7 +1,7 @@
-"""Results in a folder, each made once by all that it depends on: scores, times, engines, ONNX files.
+"""A cache of results in a folder, each made once for its key: scores, times, engines, ONNX files.
 
-An entry is a folder named by the SHA-256 of its key. It appears whole, by a rename, and holds a JSON value and perhaps
-files, with their SHA-256. One that is damaged is removed, and made again.
+An entry is a folder whose name is the SHA-256 of its key. It appears atomically, by a rename, and contains a JSON value
+and optional files with their SHA-256. A damaged entry is removed and made again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _RECORD, _FILE = "entry.json", "file"
-_OURS = re.compile(r"\.?[0-9a-f]{64}(\..+)?")
-"""Names of entries, of stores below this one, and of what a killed process was writing."""
+_ENTRY_NAME = re.compile(r"\.?[0-9a-f]{64}(\..+)?")
+"""Names of entries, of nested stores, and of partial entries of killed processes."""
 
 
 class Store:
-    """Results in ``folder``, by keys whose parts are texts, or paths of files that stand for their content.
+    """A cache of results in ``folder``. A part of a key is a text, or the path of a file, which stands for its content.
 
-    The folder is made with the first entry. One that holds anything else is refused; without one nothing is kept.
+    The folder is created with the first entry. A folder with other content is refused. Without a folder, nothing is
+    stored.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, error: type[QuantizerError] = QuantizerError) -> None:
@@ -44,15 +45,15 @@ class Store:
             return
         require_writable(self.folder, error)
         names = os.listdir(self.folder) if self.folder.is_dir() else []
-        others = [name for name in names if not _OURS.fullmatch(name)]
+        others = [name for name in names if not _ENTRY_NAME.fullmatch(name)]
         if others:
             raise error(
-                f"{folder} holds {min(others)!r}, which quantizer did not write, and results are kept there: move that "
-                "elsewhere, or choose another folder"
+                f"{folder} contains {min(others)!r}, which quantizer did not write, so results cannot be stored there: "
+                "move that elsewhere, or choose another folder"
             )
 
     def under(self, *key: object) -> Store:
-        """Return the store in this one for all that depends on ``key``."""
+        """Return the nested store for all results that depend on ``key``."""
         return self if self.folder is None else Store(self.folder / _name(key))
 
     @property
@@ -61,12 +62,12 @@ class Store:
         return 0 if self.folder is None else sum(1 for _ in self.folder.glob(f"[0-9a-f]*/{_RECORD}"))
 
     def find(self, key: Iterable[object]) -> Any:
-        """Return the value of a key; None if there is none."""
+        """Return the value of a key; None without an entry."""
         record = None if self.folder is None else _read(self.folder / _name(key))
         return None if record is None else record["value"]
 
     def get(self, key: Iterable[object], make: Callable[[], T], path: Path | None = None) -> T:
-        """Return the value of a key, which ``make`` returns at the first call only.
+        """Return the value of a key; ``make`` computes it at the first call only.
 
         With ``path``, ``make`` writes this file, and later calls copy it there.
         """
@@ -78,15 +79,15 @@ class Store:
             try:
                 _write(place, value, path)
             except OSError as error:
-                # Such as a full disk, which does not keep a command from its end. Another process may have been first.
+                # A command does not fail on a full disk. If the entry exists, another process was faster.
                 if not place.exists():
-                    logger.warning("a result is not kept in %s: %s", self.folder, error.strerror or error)
+                    logger.warning("a result is not stored in %s: %s", self.folder, error.strerror or error)
             return value
         if path is not None:
             for name in record["files"]:
                 shutil.copyfile(place / name, path if name == _FILE else path.parent / name)
-        found: T = record["value"]
-        return found
+        stored: T = record["value"]
+        return stored
 
     def drop(self, key: Iterable[object]) -> None:
         """Remove an entry."""
@@ -94,29 +95,29 @@ class Store:
             shutil.rmtree(self.folder / _name(key), ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove all entries, and the folder if it holds nothing else."""
+        """Remove all entries, and the folder if it is then empty."""
         if self.folder is None:
             return
         with suppress(OSError):
             for path in self.folder.iterdir():
-                if _OURS.fullmatch(path.name):
+                if _ENTRY_NAME.fullmatch(path.name):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             self.folder.rmdir()
 
 
 NO_STORE = Store(None)
-"""Keeps nothing."""
+"""A store that stores nothing."""
 
 
 def copy_file(path: Path, target: Path) -> None:
-    """Copy a file; one in ONNX with the file beside it that holds weights over 2 GB, which it names."""
+    """Copy a file; an ONNX file together with the file of its weights over 2 GB."""
     shutil.copyfile(path, target)
     for data in data_beside(path):
         shutil.copyfile(data, target.parent / data.name)
 
 
 def data_beside(path: Path) -> list[Path]:
-    """Return the file that holds the weights of an ONNX file, if there is one."""
+    """Return the files that contain the weights of an ONNX file."""
     return sorted(path.parent.glob(f"{escape(path.name)}.*.data"))
 
 
@@ -139,7 +140,7 @@ def _sealed(record: Any) -> str:
 
 
 def _read(place: Path) -> dict[str, Any] | None:
-    """Return the record of an entry; None: there is none, or it was damaged, and was removed."""
+    """Return the record of an entry; None if it is missing or damaged. A damaged entry is removed."""
     if not os.path.lexists(place):
         return None
     try:

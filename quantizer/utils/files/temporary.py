@@ -1,14 +1,13 @@
-"""Temporary folders beside their targets, with the owner in the name: ``.NAME.MACHINE-OWNER-START-TOKEN.part``.
+"""Temporary folders beside their targets, and the marker file of a folder.
 
-A killed process leaves its folder. The next process that writes NAME removes it, unless the owner is alive. OWNER is a
-thread's number in the system; the number of a process's first thread is that of the process. A thread writes NAME to
-one folder at a time, so that other folders of its own are left from an interruption. For a folder of another machine,
-or from before a restart, it is unknown if the owner is alive: it is removed if it has not changed for a week.
+The name of a temporary folder contains its owner: ``.NAME.MACHINE-OWNER-START-TOKEN.part``. OWNER is the number of a
+thread in the system. A killed process leaves its folder, and the next process that writes NAME removes it, unless the
+owner is alive. A thread writes NAME to one folder at a time, so its other folders are left from interruptions. For a
+folder of another machine or from before a restart, the owner is unknown; it is removed after a week without changes.
 
-The marker of a folder: a hidden file with the folder's kind and the names of everything written into it.
-
-It is written last, so that a folder with a marker is complete. Only a folder with a marker may be replaced or removed,
-and only the files on its list: all other files belong to somebody else.
+The marker of a folder is a hidden file with the folder's kind and the names of all files in it. It is written last, so
+a folder with a marker is complete. Only a folder with a marker may be replaced or removed, and only the files in the
+marker: all others belong to the user.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _THREADS = sys.platform == "linux"
 
 @contextmanager
 def temporary_beside(target: Path) -> Iterator[Path]:
-    """Yield a new folder beside ``target``, and remove it with its content at the end."""
+    """Yield a new folder beside ``target``, and remove it at the end."""
     remove_leftovers(target)
     folder = new_name(target)
     try:
@@ -59,15 +58,14 @@ def temporary_beside(target: Path) -> Iterator[Path]:
 
 def new_name(target: Path) -> Path:
     """Return an unused name beside ``target`` that identifies this thread as the owner."""
-    owner = f"{_machine()}-{_this()}-{_started(_this()) or 0}"
+    owner = f"{_machine()}-{_own_number()}-{_started(_own_number()) or 0}"
     return target.with_name(f".{_stem(target)}.{owner}-{secrets.token_hex(4)}{NEW}")
 
 
 def scratch_folder() -> Path:
-    """Return a new folder in the system's folder for temporary files, which this process removes when it likes.
+    """Return a new folder in the system's temporary folder, and remove those of killed processes of this user.
 
-    Folders that killed processes of the same user left there are removed. The owner is the process, not the thread: a
-    result outlives the thread that made it.
+    The owner is the process, because a result outlives the thread that made it.
     """
     place = Path(tempfile.gettempdir())
     with suppress(OSError), os.scandir(place) as scan:
@@ -75,14 +73,14 @@ def scratch_folder() -> Path:
             name = _SCRATCH.fullmatch(entry.name)
             if name is not None and entry.is_dir(follow_symlinks=False) and _is_abandoned(Path(entry.path), name):
                 shutil.rmtree(entry.path, ignore_errors=True)
-    found = place / f"quantizer-{_machine()}-{os.getpid()}-{_started(os.getpid()) or 0}-{secrets.token_hex(4)}"
-    found.mkdir(mode=0o700)
-    return found
+    folder = place / f"quantizer-{_machine()}-{os.getpid()}-{_started(os.getpid()) or 0}-{secrets.token_hex(4)}"
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield a new folder as ``scratch_folder`` makes it, and remove it at the end."""
+    """Yield a new folder of ``scratch_folder``, and remove it at the end."""
     folder = scratch_folder()
     try:
         yield folder
@@ -91,7 +89,7 @@ def scratch() -> Iterator[Path]:
 
 
 def _is_abandoned(folder: Path, name: re.Match[str]) -> bool:
-    """Return whether a folder is this user's, and its process has ended."""
+    """Return whether a folder belongs to this user and its process has ended."""
     if hasattr(os, "getuid") and folder.lstat().st_uid != os.getuid():
         return False
     if name["machine"] != _machine():
@@ -101,7 +99,7 @@ def _is_abandoned(folder: Path, name: re.Match[str]) -> bool:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove folders of killed processes beside ``target``; a former folder only if ``target`` exists."""
+    """Remove folders of killed processes beside ``target``; an earlier folder only if ``target`` exists."""
     for folder in leftovers(target, NEW):
         discard(folder)
     if os.path.lexists(target):
@@ -115,19 +113,19 @@ def leftovers(target: Path, ending: str) -> list[Path]:
 
 
 def begun_in(folder: Path) -> frozenset[str]:
-    """Return for which names in a folder there are temporary folders, as ``is_begun`` takes them."""
+    """Return the names in a folder that have temporary folders, for ``is_begun``."""
     return frozenset(name["stem"] for _, name in _all_temporaries(folder))
 
 
 def is_begun(target: Path, begun: Container[str]) -> bool:
-    """Return whether there were temporary folders of ``target`` when ``begun_in`` looked into its folder."""
+    """Return whether ``target`` had temporary folders when ``begun_in`` read its folder."""
     return _stem(target) in begun
 
 
 def other_writer(target: Path) -> int | None:
-    """Return the number of a process or thread of this machine that fills a folder for ``target`` now; None if none."""
+    """Return the number of another process or thread of this machine that is writing ``target``; None if none is."""
     for folder, name in _temporaries(target, NEW):
-        if name["machine"] == _machine() and int(name["owner"]) != _this() and not _is_left(folder, name):
+        if name["machine"] == _machine() and int(name["owner"]) != _own_number() and not _is_left(folder, name):
             return int(name["owner"])
     return None
 
@@ -154,19 +152,19 @@ def _all_temporaries(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
 def _is_left(folder: Path, name: re.Match[str]) -> bool:
     if name["machine"] != _machine():
         return time.time() - _changed(folder) > _UNCHANGED_S
-    if int(name["owner"]) == _this():
+    if int(name["owner"]) == _own_number():
         return _THREADS
     started = _started(int(name["owner"]))
     return started is None or started not in (int(name["start"]), 0)
 
 
-def _this() -> int:
-    """Return the number of this thread; that of the process if the system has no table of threads."""
+def _own_number() -> int:
+    """Return the number of this thread, or of the process if the system has no table of threads."""
     return threading.get_native_id() if _THREADS else os.getpid()
 
 
 def _started(owner: int) -> int | None:
-    """Return when a thread of this machine started, in kernel ticks; 0 if that is unknown, None if it has ended."""
+    """Return the start of a thread of this machine in kernel ticks; 0 if unknown, None if it has ended."""
     try:
         os.kill(owner, 0)
     except ProcessLookupError:
@@ -183,7 +181,7 @@ def _started(owner: int) -> int | None:
 
 @functools.cache
 def _machine() -> str:
-    """Return a hash of this machine, its boot and its container, in which a number identifies one process."""
+    """Return a hash of this machine, its boot and its container, within which a number identifies one process."""
     parts = [platform.node()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
@@ -192,7 +190,7 @@ def _machine() -> str:
 
 
 def _stem(target: Path) -> str:
-    """Return the name of ``target``; its hash if the name is too long to be extended."""
+    """Return the name of ``target``, or its hash if the name is too long to be extended."""
     name = os.fsencode(target.name)
     return target.name if len(name) <= _LONGEST_NAME else hashlib.sha256(name).hexdigest()
 
@@ -224,7 +222,7 @@ class Marker:
 
     Attributes:
         kind: the kind of folder, such as "run".
-        holds: the names written into it, relative to the folder; names of folders end with a slash.
+        holds: the names of its files, relative to the folder; names of folders end with a slash.
     """
 
     kind: str
@@ -241,7 +239,7 @@ def write_marker(folder: Path, kind: str) -> None:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Return the marker of a folder; None if there is none or it cannot be read."""
+    """Return the marker of a folder; None if it is missing or cannot be read."""
     try:
         document = json.loads(regular_file(folder / MARKER).read_text(encoding="utf-8"))
         kind, holds, known = document["kind"], document["holds"], document["format"] == _FORMAT
@@ -255,15 +253,15 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def foreign(folder: Path, marker: Marker) -> list[str]:
-    """Return the first names in a folder that are not on its marker's list."""
+    """Return the first three names in a folder that are not in its marker."""
     others = (name for name, _ in _entries(folder) if name not in marker.holds and name != MARKER)
     return list(islice(others, 3))
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder: with a marker only the files on its list, without one all files.
+    """Remove a folder: with a marker only the files in it, without one all files.
 
-    Files that cannot be removed stay. Files that are not on the list stay, with a warning in the log.
+    Files that cannot be removed stay. Files that are not in the marker stay, with a warning in the log.
     """
     marker = read_marker(folder) if (folder / MARKER).exists() else None
     if marker is None:
@@ -283,7 +281,7 @@ def discard(folder: Path) -> None:
 
 
 def _entries(folder: Path, inside: str = "") -> Iterator[tuple[str, Path]]:
-    """Yield name and path of everything below a folder; folders come after their content, links are not followed."""
+    """Yield name and path of everything below a folder; folders follow their content, links are not followed."""
     with os.scandir(folder) as scan:
         entries = sorted(scan, key=lambda entry: entry.name)
     for entry in entries:

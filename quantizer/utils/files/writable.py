@@ -1,4 +1,4 @@
-"""The real place of a path, checks that it can be written, and syncing to disk."""
+"""Resolution of paths, checks that they can be written, and syncing to disk."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from quantizer.utils.files.temporary import temporary_beside
 
 _PROBE = 4096
 _DEEPEST = 256
-"""How many folders may lie in one another: Python makes them by as many calls within each other."""
+"""Largest depth of nested folders, because Python creates them recursively."""
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors of the system that only writing has."""
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTEMPTY, errno.ETXTBSY)
+"""Errors of the system that only writing causes."""
+_PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTEMPTY, errno.ETXTBSY)
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -27,33 +27,33 @@ def real_place(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
     """Return the absolute path with all links resolved."""
     text = os.fspath(path)
     if not text:
-        raise error("the path to write to is empty; give the name of a file or folder")
+        raise error("the path to write to is empty; pass the name of a file or folder")
     try:
-        whole = Path(text).absolute()
-        for part in (whole, *whole.parents):
+        absolute = Path(text).absolute()
+        for part in (absolute, *absolute.parents):
             if part.is_symlink() and not part.exists():
                 raise error(
                     f"{text} cannot be written: {part} is a link to {os.readlink(part)}, which does not exist; make "
                     "that, remove the link, or choose another path"
                 )
-        found = Path(os.path.realpath(whole))
+        resolved = Path(os.path.realpath(absolute))
         # The system does not check the names of folders that do not exist yet.
-        there = next(part for part in (found, *found.parents) if part.is_dir())
-        longest = max(len(os.fsencode(name)) for name in found.parts)
-        if longest > os.pathconf(there, "PC_NAME_MAX") or len(found.parts) > _DEEPEST:
+        existing = next(part for part in (resolved, *resolved.parents) if part.is_dir())
+        longest = max(len(os.fsencode(name)) for name in resolved.parts)
+        if longest > os.pathconf(existing, "PC_NAME_MAX") or len(resolved.parts) > _DEEPEST:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     except OSError as refused:
         raise error(f"{text} cannot be written: {refused.strerror}; choose another path") from refused
     except ValueError as refused:
-        raise error(f"{text!r} is no name of a file or folder: {refused}") from refused
-    return found
+        raise error(f"{text!r} is not a valid name of a file or folder: {refused}") from refused
+    return resolved
 
 
 def file_behind(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Path:
-    """Return the real place of a file that may be written or replaced."""
-    found = real_place(path, error)
+    """Return the resolved path of a file that may be written or replaced."""
+    resolved = real_place(path, error)
     try:
-        mode = found.stat().st_mode
+        mode = resolved.stat().st_mode
     except OSError:
         # It does not exist yet; its folder is checked below.
         mode = stat.S_IFREG
@@ -61,25 +61,25 @@ def file_behind(path: str | os.PathLike[str], error: type[QuantizerError] = Quan
         raise error(f"cannot write {path}: it is a folder; expected the name of a file, such as model.onnx")
     if not stat.S_ISREG(mode):
         raise error(f"cannot write {path}: it is a device, a pipe or a socket; expected the name of a file")
-    if not found.parent.is_dir():
-        what = "is no folder" if found.parent.exists() else "does not exist"
-        raise error(f"cannot write {path}: the folder {found.parent} {what}; make it first")
-    return found
+    if not resolved.parent.is_dir():
+        problem = "is not a folder" if resolved.parent.exists() else "does not exist"
+        raise error(f"cannot write {path}: the folder {resolved.parent} {problem}; create it first")
+    return resolved
 
 
 def checked_file(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Path:
-    """Return the real place of a file, after a test write into its folder, before any work."""
-    found = file_behind(path, error)
-    if not os.access(found.parent, os.W_OK | os.X_OK):
+    """Return the resolved path of a file after a test write into its folder, before any work."""
+    resolved = file_behind(path, error)
+    if not os.access(resolved.parent, os.W_OK | os.X_OK):
         raise error(
-            f"{path} cannot be written: no permission to write in the folder {found.parent}; choose another folder"
+            f"{path} cannot be written: no permission to write in the folder {resolved.parent}; choose another folder"
         )
     try:
-        with temporary_beside(found) as folder:
+        with temporary_beside(resolved) as folder:
             probe(folder)
     except OSError as refused:
         raise error(f"{path} cannot be written: {refused.strerror}; choose another folder") from refused
-    return found
+    return resolved
 
 
 def protected_reason(folder: Path) -> str | None:
@@ -89,32 +89,32 @@ def protected_reason(folder: Path) -> str | None:
     with suppress(FileNotFoundError):
         here = Path.cwd()
         if any(_same(folder, part) for part in (here, *here.parents)):
-            return "is the current folder, or holds it"
+            return "is or contains the current folder"
     if any(_same(folder, home) for home in _homes()):
-        return "is a home"
+        return "is a home folder"
     if os.path.lexists(folder / ".git"):
-        return "is a working tree of git"
+        return "is a git working tree"
     if folder.is_mount():
-        return "is where a file system is mounted"
+        return "is a mount point"
     return None
 
 
-def require_room(folder: Path, size: int, what: str) -> None:
-    """Raise, before the work, if a disk has too little free space."""
+def require_room(folder: Path, size: int, content: str) -> None:
+    """Raise, before the work, if a disk has less than ``size`` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise QuantizerError(
-            f"no room in {folder.parent}: {what} takes {size / 2**20:.0f} MiB at least, and {free / 2**20:.0f} MiB are "
-            "free; make room, or choose another folder"
+            f"no room in {folder.parent}: {content} takes at least {size / 2**20:.0f} MiB, but {free / 2**20:.0f} MiB "
+            "are free; free some space, or choose another folder"
         )
 
 
 def require_writable(folder: Path, error: type[QuantizerError] = QuantizerError) -> None:
-    """Raise if a folder cannot be made, by the nearest folder above that exists; nothing is written."""
+    """Raise if a folder cannot be created, judged by its nearest existing parent; nothing is written."""
     with said_plainly(folder, error):
         above = next(place for place in (folder, *folder.parents) if place.exists())
     if not above.is_dir():
-        raise error(f"{folder} cannot be written: {above} is no folder; choose another folder")
+        raise error(f"{folder} cannot be written: {above} is not a folder; choose another folder")
     if not os.access(above, os.W_OK | os.X_OK):
         raise error(f"{folder} cannot be written: {above} is read-only for you; choose another folder")
 
@@ -155,11 +155,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def _system_error(error: Exception) -> OSError | None:
-    """Return the system error behind an error, which Rust libraries put into their messages; None if there is none."""
+    """Return the system error behind an error, also from the messages of Rust libraries; otherwise None."""
     if isinstance(error, OSError):
         return error
-    said = _SYSTEM_ERROR.search(str(error))
-    return OSError(int(said[1]), os.strerror(int(said[1]))) if said is not None else None
+    match = _SYSTEM_ERROR.search(str(error))
+    return OSError(int(match[1]), os.strerror(int(match[1]))) if match is not None else None
 
 
 def _sync(path: str | Path) -> None:
@@ -180,7 +180,7 @@ def _same(one: Path, other: Path) -> bool:
 def _homes() -> Iterator[Path]:
     with suppress(RuntimeError):
         yield Path.home()
-    # Also the home in the user database, if the system has one, since HOME may be another folder.
+    # Also the home in the user database, if the system has one, because HOME may be another folder.
     with suppress(ImportError, KeyError):
         import pwd
 
@@ -189,21 +189,21 @@ def _homes() -> Iterator[Path]:
 
 @contextmanager
 def said_plainly(path: object, error: type[QuantizerError] = QuantizerError) -> Iterator[None]:
-    """Turn errors of the operating system into one about a path that cannot be written."""
+    """Turn errors of the operating system into an error about a path that cannot be written."""
     try:
         yield
     except (FileExistsError, NotADirectoryError) as refused:
         where = refused.filename or path
-        raise error(f"{path} cannot be written: {where} is no folder; choose another folder") from refused
+        raise error(f"{path} cannot be written: {where} is not a folder; choose another folder") from refused
     except OSError as refused:
         raise error(f"{path} cannot be written: {refused.strerror}; choose another folder") from refused
 
 
 @contextmanager
 def system_errors_as(words: str, error: type[QuantizerError] = QuantizerError, *, within: Path) -> Iterator[None]:
-    """Turn errors of the operating system, including those in messages of libraries, into a ``QuantizerError``.
+    """Turn errors of the operating system, also those in messages of libraries, into a ``QuantizerError``.
 
-    An error about another place than the one written names that place, and says whether it was read or written.
+    An error about a path outside of ``within`` names that path, and whether it was read or written.
     """
     try:
         yield
@@ -213,18 +213,18 @@ def system_errors_as(words: str, error: type[QuantizerError] = QuantizerError, *
         refused = _system_error(other)
         if refused is None:
             raise
-        raise error(_told(other, refused, words, within)) from other
+        raise error(_message(other, refused, words, within)) from other
 
 
-def _told(other: Exception, refused: OSError, words: str, within: Path) -> str:
-    """Return what a system error says: ``words`` and the reason if it came from writing into ``within``."""
+def _message(other: Exception, refused: OSError, words: str, within: Path) -> str:
+    """Return the message for a system error: ``words`` with the reason, or with the path if it is elsewhere."""
     reason = refused.strerror or str(refused)
     if isinstance(refused.filename, str | bytes | os.PathLike):
         place = os.fsdecode(refused.filename)
         if _lies_in(place, within):
             return f"{words}: {reason}"
         # A file that can be read was refused for writing.
-        write = refused.errno in _WRITE_ERRORS or (refused.errno in _REFUSED and os.access(place, os.R_OK))
+        write = refused.errno in _WRITE_ERRORS or (refused.errno in _PERMISSION_ERRORS and os.access(place, os.R_OK))
         return f"{place} cannot be {'written' if write else 'read'}: {reason}; {words}"
     if refused.errno in (*_WRITE_ERRORS, errno.EIO):
         return f"{words}: {reason}"
@@ -232,6 +232,6 @@ def _told(other: Exception, refused: OSError, words: str, within: Path) -> str:
 
 
 def _lies_in(place: str, folder: Path) -> bool:
-    """Return whether a path is that of a folder or lies in it, by name or by its real place."""
+    """Return whether a path is a folder or lies in it, by name or with links resolved."""
     paths = (Path(place).absolute(), Path(os.path.realpath(place)))
     return any(path.is_relative_to(real) for path in paths for real in (folder, Path(os.path.realpath(folder))))
