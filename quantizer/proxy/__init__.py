@@ -1,3 +1,3 @@
-"""Proxy models: copies of a module tree that share its parameters, with every product as a site."""
+"""Proxies: copies of a model that share its parameters and simulate the quantized operations."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Construction of a proxy: copy the module tree, share its tensors, swap the classes, add the sites.
+"""Construction of a proxy: copy the modules, share their tensors, swap the classes, add the sites.
 
-An ``ExportedProgram`` of torch is taken as the module that it unlifts to (``module_of``).
+An ``ExportedProgram`` is replaced by the module that it unlifts to (``module_of``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.rewrite.source_file import Key, SourceFile
 from quantizer.rewrite.source_sites import SiteSource
 
-# The import registers them for every proxy, and for models that are instrumented in place.
+# The import registers the operator patches for every proxy, and for models that are instrumented in place.
 del _patches
 
 _MARK = "_quantizer_proxy"
@@ -49,7 +49,7 @@ _MARK = "_quantizer_proxy"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnrewrittenSource:
-    """A site whose text cannot be rewritten (``source``), or a problem of a whole module (``source`` is None)."""
+    """A site whose source cannot be rewritten, or a problem of a complete module (``source`` is None)."""
 
     path: str
     host_type: str
@@ -58,28 +58,31 @@ class UnrewrittenSource:
 
     @property
     def kind(self) -> str:
-        """The kind of the site; ``source`` if the problem is of a whole module."""
+        """The kind of the site; ``source`` for a problem of a complete module."""
         return operation(self.source.operation).kind if self.source else "source"
 
 
 def is_proxy(model: nn.Module) -> bool:
-    """Return whether ``model`` was made by ``build_proxy``."""
+    """Return whether ``build_proxy`` made the model."""
     return _MARK in model.__dict__
 
 
 def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
     """Return a copy of ``model`` in which a ``Site`` makes every quantizable call; all sites are off.
 
-    Parameters, buffers and other tensors are shared; everything else (configs, lists of modules, bound methods) is the
-    proxy's own. The model itself is not changed.
+    Parameters, buffers and other tensors are shared. Everything else (configs, lists of modules, bound methods) is
+    copied. The model itself does not change.
+
+    Raises:
+        ProxyError: ``model`` is not a module, is or contains a proxy, or cannot be copied.
     """
     if not isinstance(model, nn.Module):
-        raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
+        raise ProxyError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if is_proxy(model):
-        raise ProxyError("this is a proxy already; pass the float model that it was made from")
+        raise ProxyError("the model is already a proxy; pass the float model that it was made from")
     for path, module in model.named_modules():
         if is_proxy(module) or isinstance(module, SourceCall):
-            raise ProxyError(f"{path} belongs to a proxy already; put the float module there that it was made from")
+            raise ProxyError(f"{path} is already part of a proxy; replace it by the float module that it was made from")
     proxy = _copied(model, _shared_tensors(model))
     instrument(proxy)
     for module in proxy.modules():
@@ -92,52 +95,55 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
 
 
 def own_copy(model: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
-    """Return a copy of a model with its own tensors, whose kept functions refer to the copy."""
+    """Return a copy of a model with its own tensors, whose stored functions refer to the copy."""
     return _copied(model, shared or {})
 
 
 def _copied(model: nn.Module, copies: dict[int, Any]) -> nn.Module:
-    """Return a copy of a model; ``copies`` is the memo of ``deepcopy``, with the copies that exist already by id."""
+    """Return a copy of a model; ``copies`` is the memo of ``deepcopy``, with existing copies by id."""
     try:
         copied: nn.Module = copy.deepcopy(model, copies)
     except (TypeError, RuntimeError, PickleError) as error:
         raise ProxyError(
-            f"this {type(model).__name__} cannot be copied, so no proxy of it can be made: {error}. A proxy copies "
-            "what modules keep as attributes, tensors apart; give the class a __deepcopy__ that leaves this one out"
+            f"this {type(model).__name__} cannot be copied, so no proxy of it can be made: {error}. A proxy copies the "
+            "attributes of modules, except tensors; give the class a __deepcopy__ that skips this attribute"
         ) from error
-    theirs = {id(module): path for path, module in model.named_modules()}
-    shared = next((theirs[id(module)] for module in copied.modules() if id(module) in theirs), None)
+    original_paths = {id(module): path for path, module in model.named_modules()}
+    shared = next((original_paths[id(module)] for module in copied.modules() if id(module) in original_paths), None)
     if shared is not None:
         raise ProxyError(
-            f"{shared or 'the model'} gives itself as its copy (its __deepcopy__ or __reduce_ex__ says so), so a proxy "
-            "would change the model's own; let it give a copy, with the same tensors if it wants"
+            f"{shared or 'the model'} returns itself as its copy (in __deepcopy__ or __reduce_ex__), so a proxy would "
+            "change the model; let it return a copy, which may share the tensors"
         )
     _copy_compiled_tensors(model, copied, copies)
-    twins = {id(module): copies[id(module)] for module in model.modules() if id(module) in copies}
+    copies_of_modules = {id(module): copies[id(module)] for module in model.modules() if id(module) in copies}
     for module in copied.modules():
-        # deepcopy does not copy functions: one that refers to a module would go on with the user's.
-        rebind_kept(module, lambda value: twins.get(id(value)))
+        # deepcopy does not copy functions, so they would still refer to the user's modules.
+        rebind_kept(module, lambda value: copies_of_modules.get(id(value)))
     return copied
 
 
 def _copy_compiled_tensors(model: nn.Module, copied: nn.Module, copies: dict[int, Any]) -> None:
-    """Give the copies of TorchScript modules the tensors that ``copies`` has for theirs, and copies of the others.
+    """Replace the tensors in copies of TorchScript modules by those in ``copies``, and copy the others.
 
-    TorchScript copies all tensors, also those that are to be shared, and its copy of a parameter is not a leaf.
+    TorchScript copies all tensors, including shared ones, and its copy of a parameter is not a leaf.
     """
-    ours = dict(copied.named_modules())
+    copied_modules = dict(copied.named_modules())
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            for theirs, own in ((module._parameters, ours[path]._parameters), (module._buffers, ours[path]._buffers)):
-                for name, tensor in theirs.items():
+            for originals, own in (
+                (module._parameters, copied_modules[path]._parameters),
+                (module._buffers, copied_modules[path]._buffers),
+            ):
+                for name, tensor in originals.items():
                     if tensor is not None and (id(tensor) in copies or tensor.is_leaf):
                         own[name] = copy.deepcopy(tensor, copies)
 
 
 def instrument(model: nn.Module) -> None:
-    """Let a ``Site`` make every quantizable call of ``model`` itself, all off: its modules change their classes.
+    """Make a ``Site`` call every quantizable operation of ``model`` itself, in place; all sites are off.
 
-    Parts of it that were instrumented alone before become parts of the whole: paths of their sites begin at ``model``.
+    Parts that were instrumented before become parts of the model: paths of their sites begin at ``model``.
     """
     if any(type(module).__module__.startswith("transformers.") for module in model.modules()):
         require_supported("transformers")
@@ -173,12 +179,12 @@ def places_of(proxy: nn.Module) -> Iterator[Place]:
 
 
 def quantizers_of(proxy: nn.Module) -> list[OperandQuantizer]:
-    """Return the quantizers of all operands of a proxy, those of single calls too, in the order of its modules."""
+    """Return all operand quantizers of a proxy, including those of single calls, in the order of its modules."""
     return [module for module in proxy.modules() if isinstance(module, OperandQuantizer)]
 
 
 def skipped_sources(model: nn.Module) -> Iterator[UnrewrittenSource]:
-    """Yield the sites of a model or proxy whose text cannot be rewritten, problems of modules and refused patches."""
+    """Yield the sites of a model that cannot be rewritten, problems of modules, and refused patches."""
     reachable = reachable_in(model)
     refused: set[str] = set()
     for path, module in model.named_modules():
@@ -229,12 +235,12 @@ def _rewritten_functions(model: nn.Module) -> Iterator[tuple[SourceFile, list[Ke
 
 
 def _shared_tensors(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for ``copy.deepcopy`` with which it shares every tensor instead of copying it."""
+    """Return a memo with which ``copy.deepcopy`` shares tensors instead of copying them."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         tensors = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]
         memo.update({id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)})
-    # Deeper inside of what modules keep, only parameters are shared, with other tensors of their memory.
+    # In nested attributes, only parameters and tensors of the same memory are shared.
     parameters = {memory_of(parameter) for parameter in model.parameters()} - {None}
     for tensor in reached_tensors(model.modules()):
         if memory_of(tensor) in parameters or not tensor.is_leaf:
@@ -243,17 +249,17 @@ def _shared_tensors(model: nn.Module) -> dict[int, Any]:
 
 
 def _attach(module: nn.Module, path: str, source: SiteSource) -> None:
-    known = module._modules.get(source.attribute)
-    if isinstance(known, SourceCall):
-        known.path = _join(path, source.name)
-        for inner in known.children():
+    existing = module._modules.get(source.attribute)
+    if isinstance(existing, SourceCall):
+        existing.path = _join(path, source.name)
+        for inner in existing.children():
             if isinstance(inner, Site):
-                inner.path = f"{known.path}.{OUTPUT}"
+                inner.path = f"{existing.path}.{OUTPUT}"
         return
     if hasattr(module, source.attribute):
         raise ProxyError(
-            f"{path or 'the model'} ({type(module).__name__}) has an attribute {source.attribute!r}, the name of a "
-            f"site; rename it"
+            f"{path or 'the model'} ({type(module).__name__}) has an attribute {source.attribute!r}, which is the name "
+            f"of a site; rename the attribute"
         )
     kind = Place if operation(source.operation).is_place else Site
     site = kind(source, _join(path, source.name))
@@ -266,15 +272,15 @@ def _join(path: str, name: str) -> str:
 
 
 Model: TypeAlias = nn.Module | ExportedProgram
-"""What a ``Quantizer`` takes."""
+"""A model that a ``Quantizer`` accepts."""
 
 _MODULES: WeakKeyDictionary[ExportedProgram, nn.Module] = WeakKeyDictionary()
 
 
 def module_of(model: Model) -> nn.Module:
-    """Return the module of a program, the same each time, with its parameters and their names; a module as it is.
+    """Return the module of an ``ExportedProgram``, the same at each call, with its parameter names; a module as it is.
 
-    The checks of the program's guards are left out: its examples bind what it was exported for, not the data.
+    The checks of the program's guards are removed, because they restrict the data to the shapes of the examples.
     """
     if not isinstance(model, ExportedProgram):
         refuse_compiled(model)
@@ -285,16 +291,16 @@ def module_of(model: Model) -> nn.Module:
 
 
 def refuse_compiled(model: object) -> None:
-    """Raise for a model that is TorchScript as a whole, whose source is gone; a part of a model may be."""
+    """Raise for a model that is a TorchScript module, which has no source; parts of a model may be TorchScript."""
     if isinstance(model, torch.jit.ScriptModule):
         raise ProxyError(
-            f"{model.original_name} is compiled by torch.jit, and no Python source of it is left to quantize: pass the "
-            "module that was scripted or traced"
+            f"{model.original_name} is compiled by torch.jit and has no Python source to quantize: pass the module "
+            "that was scripted or traced"
         )
 
 
 def _with_named_convolutions(module: fx.GraphModule) -> fx.GraphModule:
-    """Call each convolution by the operator of its kind, as before ``run_decompositions``; it computes the same."""
+    """Replace ``aten.convolution``, which ``run_decompositions`` makes, by the operators of its kinds."""
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.convolution.default:
             node.target, node.args = _named_convolution(*node.args)

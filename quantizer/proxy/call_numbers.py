@@ -1,7 +1,7 @@
-"""The numbers of a site's calls within one pass of its proxy: the first call of a pass is call 0.
+"""Numbers of a site's calls within one forward pass of its proxy, from 0.
 
-A pass is one call of the proxy's ``forward``, in one thread. Outside of a pass (a module that is called alone, a thread
-that the model starts, layers that are computed again for their gradients) calls have no number.
+A pass is one call of the proxy's ``forward`` in one thread. Calls have no number outside of a pass: in a module that is
+called alone, in threads of the model, and in layers that are recomputed for gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def count_call(path: str) -> None:
 
 
 def current_call(path: str) -> int | None:
-    """Return the number of the call that a site counted last; None outside of a pass."""
+    """Return the number of the last counted call of a site; None outside of a pass."""
     counts = _PASS.counts
     return None if counts is None else counts.get(path, 0) - 1
 
@@ -51,7 +51,7 @@ def calls_so_far() -> Counter[str] | None:
 
 
 def add_calls(calls: Mapping[str, int]) -> None:
-    """Count calls of sites that are not made, because their results are known."""
+    """Count calls of sites that are skipped because their results are known."""
     for path, number in calls.items():
         if _PASS.counts is not None:
             _PASS.counts[path] = _PASS.counts.get(path, 0) + number
@@ -59,7 +59,7 @@ def add_calls(calls: Mapping[str, int]) -> None:
 
 @contextmanager
 def numbered(root: object, so_far: Mapping[str, int] | None = None) -> Iterator[None]:
-    """Run a block as one pass, whose calls are numbered from 0, or after those that were made ``so_far``."""
+    """Run the block as one pass, with calls numbered from 0 or continued from ``so_far``."""
     before = _PASS.root, _PASS.counts
     _PASS.root, _PASS.counts = root, dict(so_far or {})
     try:
@@ -69,7 +69,7 @@ def numbered(root: object, so_far: Mapping[str, int] | None = None) -> Iterator[
 
 
 def with_numbered_calls(cls: type[nn.Module]) -> dict[str, Any]:
-    """Return the body of a subclass whose ``forward`` is a pass. A model that calls itself stays in its pass."""
+    """Return the body of a subclass whose ``forward`` is a pass; a model that calls itself stays in its pass."""
     inner: Any = cls.forward
 
     @functools.wraps(inner)

@@ -1,6 +1,6 @@
-"""The functions of a class that are rewritten, and the class with their new versions.
+"""The rewritten classes of a proxy, and which of their functions are rewritten.
 
-For a class ``C(P)`` the generated class of C derives from C *and* from the generated class of P. The method resolution
+For a class ``C(P)``, the generated class of C derives from C and from the generated class of P. The method resolution
 order is generated C, C, generated P, P. So ``super()`` in C's rewritten method, whose ``__class__`` is still C, finds
 P's rewritten method.
 """
@@ -27,10 +27,10 @@ from quantizer.rewrite.source_sites import SiteSource
 
 FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod)
 
-# These compute nothing; the additions in their source are of indices.
+# These classes compute nothing; the additions in their source are of indices.
 _LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
-# Children that instrumentation adds: a model's loops over its children must not see them.
+# Children that instrumentation adds, hidden from loops of a model over its children.
 HIDDEN = (SourceCall, OperandQuantizer, Recurrence, RecurrentLayer)
 
 # Python calls these without their name in the text, for example in a loop over a module.
@@ -38,7 +38,7 @@ IMPLICIT = frozenset({"__iter__", "__len__", "__getitem__", "__contains__", "__r
 
 
 def own_functions(cls: type) -> dict[str, Any]:
-    """Return the functions that a class itself defines, by name, and its ``forward`` even if that is no function."""
+    """Return the functions that a class defines itself, by name, and its ``forward`` even if it is not a function."""
     return {name: own for name, own in vars(cls).items() if name == "forward" or isinstance(own, FUNCTIONS)}
 
 
@@ -64,8 +64,7 @@ _Derive = Callable[[type[nn.Module], tuple[type, ...], dict[str, Any], frozenset
 
 @dataclass(kw_only=True, slots=True)
 class Rewritten:
-    """The result for one class: the generated class (the class itself if nothing changed), its sites, its problems,
-    and the reasons why operator patches were refused."""
+    """Result for one class: the generated class (the original if nothing changed), sites, problems, refused patches."""
 
     cls: type[nn.Module]
     original: type[nn.Module]
@@ -79,9 +78,9 @@ class Rewritten:
 class _Choice:
     """The variants of the functions of a class and its bases.
 
-    The names of sites are unique in a module. If a class and a base have sites of the same name (for example, both have
-    a product in ``forward``), those of the base's function are named with its class. All bases share one choice: with
-    two variants of a base that is inherited twice, ``super()`` would not resolve as in the original.
+    Names of sites are unique in a module. If a class and a base have sites of the same name (for example, both have a
+    linear in ``forward``), those of the base are named with its class. All bases share one choice: with two variants of
+    a base that is inherited twice, ``super()`` would not resolve as in the original.
     """
 
     qualified: frozenset[_Place] = frozenset()
@@ -102,7 +101,7 @@ class _Choice:
 def _one_at_a_time(
     method: Callable[Concatenate[ClassRewriter, _P], _T],
 ) -> Callable[Concatenate[ClassRewriter, _P], _T]:
-    """Return a method that one thread runs at a time: results are registered before they are complete."""
+    """Return a method that one thread runs at a time, because results are registered before they are complete."""
 
     @functools.wraps(method)
     def locked(self: ClassRewriter, /, *args: _P.args, **keywords: _P.kwargs) -> _T:
@@ -118,11 +117,11 @@ class ClassRewriter:
     Attributes:
         lock: held while anything is rewritten.
         rebuilder: rewrites the functions.
-        qualified: rewrites the functions with sites named with their class.
+        qualified: rewrites functions whose sites are named with their class.
         done: results by class, names of the functions that may run in a forward pass, these functions, and choice. The
             functions are in the key because a class may be patched between two proxies.
         chosen: choices by the same key without the choice, for classes of modules (not those that are only bases).
-        read: attribute names that a function mentions, by function.
+        read: attribute names in the source of a function, by function.
     """
 
     def __init__(self, derive: _Derive) -> None:
@@ -145,27 +144,27 @@ class ClassRewriter:
 
     @_one_at_a_time
     def refresh(self) -> None:
-        """Bring the globals of rewritten functions up to date."""
+        """Update the globals of rewritten functions."""
         self.rebuilder.refresh()
         self.qualified.refresh()
 
     @_one_at_a_time
     def files(self) -> list[SourceFile]:
-        """Return all source files in which functions were searched."""
+        """Return all source files whose functions were searched."""
         return [*self.rebuilder.files.values(), *self.qualified.files.values()]
 
     @_one_at_a_time
     def holds_sites(self, value: Any) -> bool:
-        """Return whether a value is a function, or a ``functools.partial`` of one, that has or reaches sites."""
+        """Return whether a value is a function, or a ``functools.partial`` of one, that contains or reaches sites."""
         return self.rebuilder.holds_sites(value)
 
     @_one_at_a_time
     def reachable(self, model: nn.Module, original: Callable[[nn.Module], type], kept: Iterable[str]) -> frozenset[str]:
         """Return the names of the functions that a forward pass of ``model`` may run.
 
-        The search starts from ``forward``, the public names of the root's own class and ``kept`` names, and follows
-        every attribute name that a reached function mentions. That leaves out construction, resizing, saving and the
-        like, whose arithmetic is not quantized.
+        The search starts from ``forward``, the public names of the root's class and ``kept`` names, and follows every
+        attribute name in the source of a reached function. It omits construction, resizing, saving and the like, whose
+        arithmetic is not quantized.
         """
         self._renew()
         classes = {cls for module in model.modules() for cls in original(module).__mro__ if is_ours(cls)}
@@ -175,12 +174,12 @@ class ClassRewriter:
         while names - reached:
             name = (names - reached).pop()
             reached.add(name)
-            # Read only reached functions: the rest of a library's base classes leads into dozens of its files.
-            names = names.union(*(self._names_read(found[name]) for found in functions if name in found))
-        return frozenset(name for found in functions for name in found if name in reached)
+            # Read only reached functions: other functions of a library's base classes lead into dozens of files.
+            names = names.union(*(self._names_read(of_class[name]) for of_class in functions if name in of_class))
+        return frozenset(name for of_class in functions for name in of_class if name in reached)
 
     def _names_read(self, attribute: Any) -> set[str]:
-        """Return the attribute names that a function mentions; none for a ``forward`` that is no function."""
+        """Return the attribute names in the source of a function; none for a ``forward`` that is not a function."""
         if not isinstance(attribute, FUNCTIONS):
             return set()
         if attribute not in self.read:
@@ -206,24 +205,24 @@ class ClassRewriter:
 
     def _choose(self, cls: type, reachable: frozenset[str]) -> _Choice:
         host_targets = self._host_targets(cls, reachable)
-        taken: dict[str, SiteSource] = {}
+        site_names: dict[str, SiteSource] = {}
         qualified: set[_Place] = set()
         left_out: set[_Place] = set()
         unused: set[_Place] = set()
         hands_host_to: set[str] = set()
         for owner, name, attribute in reachable_attributes(cls, reachable):
             rebuilt = self.rebuilder.rebuild(attribute, name, dict(host_targets))
-            if _clash(rebuilt, taken):
+            if _clash(rebuilt, site_names):
                 if not self._is_mentioned(cls, owner, name):
                     unused.add((owner, name))
                     continue
                 rebuilt = self.qualified.rebuild(attribute, name, dict(host_targets))
-                if _clash(rebuilt, taken):
+                if _clash(rebuilt, site_names):
                     left_out.add((owner, name))
                     continue
                 qualified.add((owner, name))
             hands_host_to |= rebuilt.hands_host_to
-            taken.update({site.attribute: site for site in rebuilt.sites if site.reason is None})
+            site_names.update({site.attribute: site for site in rebuilt.sites if site.reason is None})
         self._share(host_targets, qualified)
         return _Choice(
             qualified=frozenset(qualified),
@@ -260,11 +259,11 @@ class ClassRewriter:
             function = attribute.__func__ if isinstance(attribute, staticmethod | classmethod) else None
             if isinstance(function, types.FunctionType):
                 candidates[name] = (*candidates.get(name, ()), function)
-        found = {
+        targets = {
             name: tuple(f for f in functions if self.rebuilder.needs_host(f, name, candidates))
             for name, functions in candidates.items()
         }
-        return tuple((name, functions) for name, functions in found.items() if functions)
+        return tuple((name, functions) for name, functions in targets.items() if functions)
 
     def _rewrite(self, cls: type[nn.Module], reachable: frozenset[str], choice: _Choice) -> Rewritten:
         choice = choice.within(cls)
@@ -286,7 +285,7 @@ class ClassRewriter:
                 continue
             if name == "forward" and not isinstance(attribute, FUNCTIONS):
                 kind = type(attribute).__name__
-                problems[f"its forward is a {kind} and no function, so it stays as it is"] = None
+                problems[f"its forward is a {kind}, not a function, so it is not rewritten"] = None
             rebuilt = self._rebuild(cls, name, attribute, choice)
             sites.update(dict.fromkeys(rebuilt.sites))
             keys |= rebuilt.keys
@@ -301,12 +300,12 @@ class ClassRewriter:
             problems.update(dict.fromkeys(parent.problems))
             refused.update(dict.fromkeys(parent.refused))
         generated = [parent.cls for parent in parents if parent.cls is not parent.original]
-        made = cls
+        result_class = cls
         if namespace or generated:
             namespace[HOSTS] = frozenset(site.mark for site in sites if site.reason is None)
-            made = self._derive(cls, (cls, *generated), namespace, reachable)
+            result_class = self._derive(cls, (cls, *generated), namespace, reachable)
         return Rewritten(
-            cls=made,
+            cls=result_class,
             original=cls,
             sites=_each_once(sites),
             keys=frozenset(keys),
@@ -319,8 +318,8 @@ class ClassRewriter:
         if (cls, name) in choice.unused:
             return Rebuilt()
         if (cls, name) in choice.left_out:
-            what = f"{name} of {cls.__qualname__} has sites of the same names as other functions of this module"
-            return Rebuilt(problem=f"{what}, so it stays as it is")
+            clash = f"{name} of {cls.__qualname__} has sites of the same names as other functions of this module"
+            return Rebuilt(problem=f"{clash}, so it is not rewritten")
         rebuilder = self.qualified if (cls, name) in choice.qualified else self.rebuilder
         rebuilt = rebuilder.rebuild(attribute, name, dict(choice.host_targets))
         if rebuilt.host_is_argument and name not in choice.hands_host_to:
@@ -328,9 +327,9 @@ class ClassRewriter:
         return rebuilt
 
 
-def _clash(rebuilt: Rebuilt, taken: dict[str, SiteSource]) -> bool:
+def _clash(rebuilt: Rebuilt, site_names: dict[str, SiteSource]) -> bool:
     """Return whether two different sites would have the same name."""
-    names = dict(taken)
+    names = dict(site_names)
     hosted = [site for site in rebuilt.sites if site.reason is None]
     return any(names.setdefault(site.attribute, site) != site for site in hosted)
 

@@ -1,8 +1,8 @@
-"""The classes of a proxy, and versions of torch's containers that do not count sites as items.
+"""The generated classes of a proxy, and versions of torch's containers that do not count sites as items.
 
-A site is a child too, so torch's containers would count it, cut it off instead of the last layer, or renumber it. In
-the method resolution order the classes here come after the classes of a model and before torch's own, so that a method
-that a model overrides stays overridden.
+A site is a child module, so torch's containers would count it, remove it instead of the last layer, or renumber it. In
+the method resolution order, these classes come after those of a model and before torch's, so that a method that a model
+overrides stays overridden.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from quantizer.rewrite.host_argument import WRITTEN, as_written
 
 
 def _own(container: nn.Module) -> dict[str, nn.Module]:
-    """Return a container's children without the sites."""
+    """Return the children of a container without the sites."""
     modules: dict[str, Any] = container._modules
     return {name: module for name, module in modules.items() if not isinstance(module, SourceCall)}
 
 
 @contextmanager
 def _alone(container: nn.Module) -> Iterator[None]:
-    """Remove the sites while a method of torch renumbers the children; add them again at the end."""
+    """Remove the sites inside the block, while a method of torch renumbers the children."""
     own = _own(container)
     sites = {name: module for name, module in container._modules.items() if name not in own}
     for name in sites:
@@ -66,8 +66,7 @@ class _Sequence(nn.Module):
 
 
 class _Sequential(_Sequence, nn.Sequential):
-    """A ``Sequential`` without sites as items; a slice is of the original class, so its own products are not
-    quantized."""
+    """A ``Sequential`` without sites as items; a slice has the original class and is not quantized."""
 
     def __getitem__(self, index: Any) -> Any:
         own = _own(self)
@@ -122,7 +121,7 @@ _VIEWS: tuple[type[nn.Module], ...] = (_Sequential, _ModuleList, _ModuleDict)
 
 
 def container_views(bases: tuple[type, ...]) -> tuple[type, ...]:
-    """Return the further bases that a generated class with these bases needs so that sites are not its items."""
+    """Return the additional bases of a generated class that hide sites from its items."""
     return tuple(
         view
         for view in _VIEWS
@@ -141,9 +140,9 @@ def _derive(
 
 
 def _unannounced() -> Any:
-    """Return a temporary first base for a new class that keeps the model's ``__init_subclass__`` from being called.
+    """Return a temporary first base for a new class, which skips the model's ``__init_subclass__``.
 
-    Each class needs its own: where Python does not let it be removed, classes that shared one could not inherit from
+    Each class needs its own: where Python does not allow its removal, classes with a common one could not inherit from
     each other (no consistent method resolution order).
     """
 
@@ -151,7 +150,7 @@ def _unannounced() -> Any:
         is_made = False
 
         def __init_subclass__(cls, **keywords: Any) -> None:
-            # If it has to stay a base, classes that the user derives must still reach the model's method.
+            # If it stays a base, classes that the user derives must still reach the model's method.
             if Unannounced.is_made:
                 super().__init_subclass__(**keywords)
 
@@ -161,20 +160,20 @@ def _unannounced() -> Any:
 def _generated(bases: tuple[type, ...], body: dict[str, Any]) -> type[nn.Module]:
     """Return a class named after its first base, without calling ``__init_subclass__`` or metaclasses of the model.
 
-    Models are registered there, and a registry would return the generated class in place of the model's.
+    Models are registered there, and a registry would then return the generated class.
     """
     meta, first = type(bases[0]), _unannounced()
     maker: Any = abc.ABCMeta if issubclass(meta, abc.ABCMeta) else type
-    made: type[nn.Module] = maker.__new__(meta, bases[0].__name__, (first, *bases), body)
+    new_class: type[nn.Module] = maker.__new__(meta, bases[0].__name__, (first, *bases), body)
     first.is_made = True
-    # Classes with a mixin before the module have another object layout, and Python refuses to change their bases.
+    # Classes with a mixin before the module have another object layout, so Python refuses to change their bases.
     with contextlib.suppress(TypeError):
-        made.__bases__ = bases
-    return made
+        new_class.__bases__ = bases
+    return new_class
 
 
 REWRITER = ClassRewriter(_derive)
-"""The rewriter of this process: classes and synthetic modules are made once and shared by all proxies."""
+"""The rewriter of this process: all proxies share generated classes and modules."""
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -199,7 +198,7 @@ def kept_methods(module: nn.Module) -> Iterator[types.MethodType]:
 
 
 def leads_to_forward(value: Any, module: nn.Module) -> bool:
-    """Return whether a function kept on a module is, or wraps, the forward of the module's class."""
+    """Return whether a function in an attribute is, or wraps, the forward of the module's class."""
     return any(_is_own(part) and part.__self__ is module and part.__name__ == "forward" for part in held(value))
 
 
@@ -230,7 +229,7 @@ def _is_own(value: Any) -> bool:
 def as_sharer(module: nn.Module) -> None:
     """Make a module of a proxy end the sharing before ``.to()``, ``.half()`` and the like change its tensors.
 
-    A module that shares for good gives the changed tensors to the model's module instead.
+    A module that shares permanently passes the changed tensors on to the model's module instead.
     """
     cls = type(module)
     if cls not in _SHARERS:
@@ -249,9 +248,9 @@ def as_sharer(module: nn.Module) -> None:
 
 
 def with_forward(cls: type[nn.Module], reachable: frozenset[str]) -> type[nn.Module]:
-    """Return a subclass with the class's ``__call__`` as ``forward`` if it has no ``forward``; else the class itself.
+    """Return a subclass that uses ``__call__`` as ``forward`` if the class has no ``forward``; otherwise the class.
 
-    Calls of the subclass then run hooks as calls of any module do, and code that looks for ``forward`` finds one.
+    Calls of the subclass then run hooks as calls of any module do.
     """
     if not _has_no_forward(cls):
         return cls
@@ -264,17 +263,16 @@ def with_forward(cls: type[nn.Module], reachable: frozenset[str]) -> type[nn.Mod
 
 
 def _has_no_forward(cls: type[nn.Module]) -> bool:
-    # Static, since the class of scripted modules has a forward that only its instances can look up.
+    # Static, because the class of scripted modules has a forward that only its instances can look up.
     unset = inspect.getattr_static(cls, "forward") is inspect.getattr_static(nn.Module, "forward")
     return unset and cls.__call__ is not nn.Module.__call__
 
 
 def called_through(module: nn.Module, call: Callable[[nn.Module, functools.partial[Any]], Any]) -> Callable[[], None]:
-    """Wrap every call of a module in ``call(module, run)``, where ``run()`` makes the call; return what ends this.
+    """Replace each call of a module by ``call(module, run)``; return a function that ends this.
 
-    ``run.args[1:]`` and ``run.keywords`` are the inputs.
-
-    Calls of a copied or pickled module are not wrapped.
+    ``run()`` makes the original call; ``run.args[1:]`` and ``run.keywords`` are the inputs. Calls of a copied or
+    pickled module are not replaced.
     """
     cls = type(module)
 
@@ -283,18 +281,18 @@ def called_through(module: nn.Module, call: Callable[[nn.Module, functools.parti
 
     reachable: frozenset[str] = getattr(cls, "_quantizer_reachable", frozenset())
     body = {**_naming(original_class(module), reachable), "__call__": around}
-    made = _generated((cls,), body)
-    module.__class__ = made
+    wrapped_class = _generated((cls,), body)
+    module.__class__ = wrapped_class
 
     def end() -> None:
-        if type(module) is made:
+        if type(module) is wrapped_class:
             module.__class__ = cls
 
     return end
 
 
 def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str) -> type[nn.Module]:
-    """Return a subclass whose parameter ``name`` is a property that reads the codes of an operand of ``site``."""
+    """Return a subclass whose parameter ``name`` is a property that reads the integer weight of a site."""
     key = (cls, name, site, operand)
     if key not in _STORED:
 
@@ -314,10 +312,10 @@ def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str)
 
 
 def with_listed_weights(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose ``parameters()`` also lists the stored weights below, in the place of the float ones.
+    """Return a subclass whose ``parameters()`` lists the stored weights below in place of the float ones.
 
-    Models ask their first parameter for its type and device. The stored weights are dequantized at each read and
-    cannot be trained; ``named_parameters()`` and the state dict list only what is registered.
+    Models read type and device of their first parameter. The stored weights are dequantized at each read and cannot be
+    trained. ``named_parameters()`` and the state dict list only registered parameters.
     """
     if cls not in _LISTED:
 
@@ -334,14 +332,14 @@ def with_listed_weights(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _with_stored(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the parameters of a module itself, its stored weights first: the weight comes first in torch's modules."""
+    """Yield the stored weights of a module itself and then its parameters, as torch's modules list the weight first."""
     for name, *_ in getattr(type(module), "_quantizer_stored", ()):
         yield name, nn.Parameter(getattr(module, name), requires_grad=False)
     yield from module._parameters.items()
 
 
 def number_calls(proxy: nn.Module) -> None:
-    """Let each pass of a proxy number the calls of its sites, see ``call_numbers.py``."""
+    """Make each forward pass of a proxy number the calls of its sites, see ``call_numbers.py``."""
     cls = type(proxy)
     if getattr(cls, "_quantizer_numbers", False):
         return
@@ -381,10 +379,10 @@ _STORED: dict[tuple[type[nn.Module], str, str, str], type[nn.Module]] = {}
 
 
 def _naming(original: type[nn.Module], reachable: frozenset[str]) -> dict[str, Any]:
-    """Return the attributes that give a generated class the name and docstring of its original, and its pickling.
+    """Return the attributes that give a generated class the name, docstring and pickling of its original.
 
-    Libraries look classes up by ``str(type(module))``, which is made of ``__module__`` and ``__qualname__``; under
-    another name they would silently find nothing.
+    Libraries look classes up by ``str(type(module))``, which contains ``__module__`` and ``__qualname__``; with other
+    names they would find nothing.
     """
     return {
         "__module__": original.__module__,
@@ -397,7 +395,7 @@ def _naming(original: type[nn.Module], reachable: frozenset[str]) -> dict[str, A
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
-    # A class made at run time cannot be looked up by its name; its original can, and is rewritten again on loading.
+    # A generated class cannot be looked up by its name. Its original can, and is rewritten again on loading.
     cls: Any = type(self)
     recipe = (
         cls._quantizer_original_class,

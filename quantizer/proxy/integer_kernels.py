@@ -1,30 +1,19 @@
-"""Kernels of torch for a product of an activation and a weight that is stored as codes.
+"""Integer kernels of torch for a linear, convolution or lookup with an integer weight.
 
-Legend: x [.., K] the activation; w [N, K] the weight, with one scale t_n a row; a the codes of x, with scale s and zero
-point z; b [N] the bias.
+Legend: x [.., K] the activation; w [N, K] the integer weight, with one scale t_n per row; a the integers of x, with
+scale s and zero point z; b [N] the bias.
 
     y = s (a - z) w^T t + b,  all sums in integers
 
-oneDNN subtracts z by the sums of the rows of w, and adds b, inside the kernel. ``aten::_int_mm`` does neither: what it
-returns is corrected afterwards, in operations that a compiler fuses. ``aten::_scaled_mm`` multiplies FP8 by FP8.
+- oneDNN subtracts z with the row sums of w, and adds b, inside the kernel.
+- ``aten::_int_mm`` does neither, so its result is corrected in operations that a compiler fuses.
+- ``aten::_scaled_mm`` multiplies FP8 by FP8.
+- ``quantizer::integer_linear`` is oneDNN's linear as one operator of a compiled graph. Inductor supports oneDNN's own
+  operator only in frozen graphs; this one packs the weight at the first call.
 
-``quantizer::integer_linear``, oneDNN's integer linear as one operator of a compiled graph.
-
-Inductor takes oneDNN's own operator only where it prepacks the weight itself, from a constant of a frozen graph, and
-stops with an assertion elsewhere. This operator takes the weight as it is stored and packs it at the first call, so
-that graphs need not be frozen. Legend as above; s [] and z [] are tensors, which a range of each call makes
-in the graph.
-
-The codes of an activation for an integer kernel.
-
-Legend: x [.., K] the activation; s its scale; z its zero point; q [.., K] the codes, x' = (q - z) s.
-
-Kernels of CPUs take unsigned bytes, those of GPUs signed ones. An INT8 code plus 128 is an unsigned one with the zero
-point 128, and a UINT8 code minus 128 a signed one, so both take both. A range of each call is that of the tensor, or,
-where a block is as long as a row, of each row: then x is divided by the scales of its samples first and the product
-multiplied by them afterwards.
-
-A weight that is in its site as codes, and that code outside of the site may read as floats.
+CPU kernels take unsigned bytes, GPU kernels signed ones. INT8 plus 128 is unsigned with zero point 128, and UINT8 minus
+128 is signed, so each device supports both formats. A dynamic range is that of the tensor, or of each row if a block is
+as long as a row. Then x is divided by the scales of its rows first, and the result is multiplied by them.
 """
 
 from __future__ import annotations
@@ -45,7 +34,7 @@ from quantizer.numerics.weight_codes import byte_codes
 from quantizer.proxy.operand_quantizer import OperandQuantizer, is_recorded
 
 Window = tuple[Any, ...]
-"""Stride, padding, dilation and groups of a convolution, as its call gives them; empty for other products."""
+"""Stride, padding, dilation and groups of a convolution call; empty for other operations."""
 
 
 class Kernel(Protocol):
@@ -58,25 +47,25 @@ class Kernel(Protocol):
     name: str
 
     def of_calls(self, number: int) -> list[Kernel]:
-        """Return the kernels of the first calls of a pass, which share the weight."""
+        """Return the kernels of the first ``number`` calls of a pass, which share the weight."""
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32
     ) -> Tensor | None:
-        """Return the result in the type ``out``, of x and b in float32; None if the kernel cannot make this call."""
+        """Return the result in the type ``out``, for x and b in float32; None if the kernel does not support it."""
 
 
 class _Product:
-    """A product of an activation, whose calls may have ranges of their own."""
+    """Base of kernels with an activation, whose calls may have their own ranges."""
 
     _activation: Activation
 
     def of_calls(self, number: int) -> list[Kernel]:
-        """Return the kernels of the first calls of a pass, which share the weight."""
-        made: list[Any] = [copy.copy(self) for _ in range(number)]
-        for call, kernel in enumerate(made):
+        """Return the kernels of the first ``number`` calls of a pass, which share the weight."""
+        kernels: list[Any] = [copy.copy(self) for _ in range(number)]
+        for call, kernel in enumerate(kernels):
             kernel._activation = self._activation.of_call(call)
-        return made
+        return kernels
 
 
 class IntegerLinear(_Product):
@@ -110,7 +99,7 @@ class IntegerLinear(_Product):
         return result.to(out)
 
     def _compiled(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the result by operations that Inductor fuses, around one that it calls."""
+        """Return the result with operations that Inductor fuses, around one operator that it calls."""
         codes, scale, point, rows = self._activation.fusible(x, signed=False)
         assert point is not None
         inside = bias if rows is None else None
@@ -123,7 +112,7 @@ class IntegerLinear(_Product):
 class IntegerConvolution(_Product):
     """oneDNN's convolution over one or two axes, for CPUs.
 
-    The weight is packed for the strides and borders of a call when it is first made with them.
+    The weight is packed at the first call with given strides and padding.
 
     Args:
         weight: int8 [N, K, *window].
@@ -147,17 +136,17 @@ class IntegerConvolution(_Product):
         key = tuple(tuple(part) if isinstance(part, list) else part for part in window)
         if key not in self._packed:
             self._packed[key] = self._pack(key)
-        found = self._packed[key]
-        if found is None:
+        entry = self._packed[key]
+        if entry is None:
             return None
-        packed, places = found
+        packed, places = entry
         codes, scale, point, _ = self._activation.unsigned(x)
-        made: Tensor = self._call(
+        result: Tensor = self._call(
             *(codes, scale, point, packed, self._scales, self._zeros, bias, *places),
             *(1.0, 0, torch.float32, "none", [], ""),
         )
-        # What follows may take a view, which the layout of the kernel, channels last, does not allow.
-        return (made.contiguous() if x.is_contiguous() else made).to(out)
+        # The kernel returns channels last, of which later code could not take a view.
+        return (result.contiguous() if x.is_contiguous() else result).to(out)
 
     def _pack(self, window: Window) -> tuple[Tensor, tuple[Any, ...]] | None:
         axes = self._weight.dim() - 2
@@ -168,35 +157,35 @@ class IntegerConvolution(_Product):
                 return None
             padding = width
         places = (stride, padding, dilation, window[3])
-        # Scale and zero point only tell that there may be one.
+        # The values of scale and zero point do not matter here.
         packed = torch.ops.onednn.qconv_prepack(self._weight, self._scales, 1.0, 1, *places, None)
         return packed, places
 
 
-def _in_steps(weight: Tensor, step: int) -> tuple[Tensor, int]:
-    """Return a weight with zeros up to whole steps of N and K, and how many were added to K."""
+def _padded_to(weight: Tensor, step: int) -> tuple[Tensor, int]:
+    """Return a weight padded with zeros to multiples of ``step`` in N and K, and the padding of K."""
     extra = -weight.shape[1] % step
-    # Zero is the same byte in both formats, and torch pads no FP8.
+    # Zero is the same byte in both formats, and torch cannot pad FP8.
     padded = functional.pad(weight.view(torch.uint8), (0, extra, 0, -len(weight) % step))
     return padded.contiguous().view(weight.dtype), extra
 
 
 class IntegerMatmul(_Product):
-    """``torch._int_mm`` with its corrections, for GPUs. cuBLAS wants more than 16 rows, and K and N in eights."""
+    """``torch._int_mm`` with corrections, for GPUs. cuBLAS needs more than 16 rows, and multiples of 8 for K and N."""
 
     name = "aten::_int_mm"
 
     def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
         self._columns, self._scales, self._activation = len(weight), scales, activation
-        self._weight, self._extra = _in_steps(weight, _EIGHT)
+        self._weight, self._extra = _padded_to(weight, _EIGHT)
         self._sums = weight.sum(1, dtype=torch.int32)
 
     def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
         codes, scale, point, rows = self._activation.fusible(x, signed=True)
         flat = codes.reshape(-1, codes.shape[-1])
-        missing = max(0, _ROWS - len(flat))
+        missing = max(0, _LEAST_ROWS - len(flat))
         if missing or self._extra:
-            # What is added meets rows and columns of zeros, or is cut off below.
+            # Added columns are multiplied by zeros, and added rows are cut off below.
             flat = functional.pad(flat, (0, self._extra, 0, missing))
         sums = torch._int_mm(flat, self._weight.t())[: flat.shape[0] - missing, : self._columns]
         if point is not None:
@@ -209,13 +198,13 @@ class IntegerMatmul(_Product):
 
 
 class ScaledMatmul(_Product):
-    """``torch._scaled_mm`` of FP8 codes, for GPUs from compute capability 8.9 on, which want K and N in sixteens."""
+    """``torch._scaled_mm`` in FP8, for GPUs from compute capability 8.9, with multiples of 16 for K and N."""
 
     name = "aten::_scaled_mm"
 
     def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
         self._columns, self._scales, self._activation = len(weight), scales, activation
-        self._weight, self._extra = _in_steps(weight, _SIXTEEN)
+        self._weight, self._extra = _padded_to(weight, _SIXTEEN)
         self._one = torch.ones((), device=weight.device)
 
     def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
@@ -232,23 +221,23 @@ class ScaledMatmul(_Product):
         return (result if bias is None else result + bias).to(out)
 
     def _scaled_inside(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the result in bfloat16, for which the kernel itself takes a scale for each row and channel, and b.
+        """Return the result in bfloat16, for which the kernel takes a scale per row and channel, and b.
 
-        Sums stay in the matrix unit, which keeps 14 bits of them and not 24: what is added is codes of 4 bits, and the
-        result has 8. It takes 4 to 7 hundredths from a whole model's time, and up to a fifth from a product's.
+        The sums stay in the matrix unit with 14 bits instead of 24; the summands have 4 bits and the result has 8. This
+        saves 4% to 7% of a model's time, and up to 20% of a linear's time.
         """
         extra = len(self._weight) - self._columns
         scales = functional.pad(self._scales, (0, extra))[None]
         rows = scale.expand(len(codes), 1).contiguous()
-        added = None if bias is None else functional.pad(bias.bfloat16(), (0, extra))
-        made = torch._scaled_mm(
-            codes, self._weight.t(), rows, scales, bias=added, out_dtype=torch.bfloat16, use_fast_accum=True
+        kernel_bias = None if bias is None else functional.pad(bias.bfloat16(), (0, extra))
+        result = torch._scaled_mm(
+            codes, self._weight.t(), rows, scales, bias=kernel_bias, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-        return made[:, : self._columns]
+        return result[:, : self._columns]
 
 
 class TableLookup:
-    """The rows of a table of embeddings that are asked for, dequantized.
+    """A lookup in an embedding table, which dequantizes only the rows that are read.
 
     Args:
         weight: int8 [N, K].
@@ -261,7 +250,7 @@ class TableLookup:
         self._weight, self._scales = weight, scales[:, None]
 
     def of_calls(self, number: int) -> list[Kernel]:
-        """Return itself for each call: a lookup has no activation."""
+        """Return this kernel for each call, as a lookup has no activation."""
         return [self] * number
 
     def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
@@ -269,19 +258,19 @@ class TableLookup:
 
 
 _EIGHT, _SIXTEEN = 8, 16
-_ROWS = 17
+_LEAST_ROWS = 17
 
 
 def _spread(value: Any, axes: int) -> list[int]:
-    """Return a number, or a sequence of one, as one number for each axis."""
+    """Return a number, or a sequence of length 1, as one number per axis."""
     values = [value] if isinstance(value, int) else list(value)
     return values * axes if len(values) == 1 else values
 
 
 def _around(window: Any, dilation: Any) -> list[int] | None:
-    """Return the padding on each side that keeps the size; None if one side needs more than the other."""
-    whole = [step * (size - 1) for size, step in zip(window, dilation, strict=True)]
-    return None if any(width % 2 for width in whole) else [width // 2 for width in whole]
+    """Return the padding on each side that keeps the size; None if the sides differ."""
+    totals = [step * (size - 1) for size, step in zip(window, dilation, strict=True)]
+    return None if any(width % 2 for width in totals) else [width // 2 for width in totals]
 
 
 _NAME = "quantizer::integer_linear"
@@ -292,13 +281,13 @@ torch.library.define(_NAME, "(Tensor codes, Tensor s, Tensor z, Tensor weight, T
 
 @torch.library.impl(_NAME, "CPU")
 def _integer_linear(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tensor, bias: Tensor | None) -> Tensor:
-    held = _PACKED.get(weight)
-    if held is None:
+    entry = _PACKED.get(weight)
+    if entry is None:
         packed = torch.ops.onednn.qlinear_prepack(weight, None)
-        held = _PACKED[weight] = packed, torch.zeros(len(weight), dtype=torch.int64)
+        entry = _PACKED[weight] = packed, torch.zeros(len(weight), dtype=torch.int64)
     call: Any = torch.ops.onednn.qlinear_pointwise.default
-    given = (codes.contiguous(), float(s), int(z), held[0], t, held[1], bias)
-    result: Tensor = call(*given, 1.0, 0, torch.float32, "none", [], "")
+    operands = (codes.contiguous(), float(s), int(z), entry[0], t, entry[1], bias)
+    result: Tensor = call(*operands, 1.0, 0, torch.float32, "none", [], "")
     return result
 
 
@@ -310,17 +299,17 @@ torch.library.register_fake(_NAME, _without_data)
 
 
 def integer_linear(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tensor, bias: Tensor | None) -> Tensor:
-    """Return y [.., N], float32, of codes a [.., K], uint8, and the weight w [N, K], int8."""
-    made: Tensor = torch.ops.quantizer.integer_linear(codes, s, z, weight, t, bias)
-    return made
+    """Return y [.., N], float32, for a [.., K], uint8, and the weight w [N, K], int8."""
+    result: Tensor = torch.ops.quantizer.integer_linear(codes, s, z, weight, t, bias)
+    return result
 
 
 Codes = tuple[Tensor, "float | Tensor", "int | Tensor", "Tensor | None"]
-"""q, s, z, and the scales of the rows [.., 1], by which the product has yet to be multiplied; None: by none."""
+"""a, s, z, and the scales of the rows [.., 1] that multiply the result; None: no scales of rows."""
 
 
 class Activation:
-    """The quantizer of an activation, with all that does not depend on the values computed in advance."""
+    """The quantizer of an activation, with everything precomputed that does not depend on the values."""
 
     def __init__(self, quantizer: OperandQuantizer, device: torch.device | None = None) -> None:
         self._set(quantizer, quantizer, device)
@@ -329,7 +318,7 @@ class Activation:
             call._set(quantizer, quantizer.of_call(number), device)
 
     def of_call(self, number: int | None) -> Activation:
-        """Return the activation with the range of a call by its number in the pass."""
+        """Return the activation with the range of a call, by its number in the pass."""
         return self if number is None or number >= len(self._calls) else self._calls[number]
 
     def _set(self, factored: OperandQuantizer, quantizer: OperandQuantizer, device: torch.device | None) -> None:
@@ -342,7 +331,7 @@ class Activation:
         self._point = 0 if quantizer.zero_point is None else int(quantizer.zero_point)
         self._to_unsigned = UINT8.qmin - self._kind.qmin
         self._to_signed = INT8.qmin - self._kind.qmin
-        # Numbers would be constants of a compiled graph, which a block that a model repeats then has for each layer.
+        # Numbers would be constants, so that a repeated block would need one compiled graph per layer.
         if device is None and quantizer.scale is not None:
             device = quantizer.scale.device
         self._step = torch.tensor(self._scale, device=device)
@@ -353,7 +342,7 @@ class Activation:
         self._centered = self._point + self._to_signed == 0
 
     def unsigned(self, x: Tensor) -> Codes:
-        """Return UINT8 codes of float32 values on the CPU, in one pass over them where the range is fixed."""
+        """Return UINT8 integers of float32 values on the CPU, in one pass if the range is fixed."""
         if self._factored:
             x = self._quantizer.multiplied(x)
         if not self._dynamic:
@@ -367,13 +356,13 @@ class Activation:
         return byte_codes(x, step, point), step, point, None
 
     def fusible(self, x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return codes by operations that a compiler fuses with those before, on any device; INT8 or UINT8 ones.
+        """Return INT8 or UINT8 integers, on any device, by operations that a compiler fuses with earlier ones.
 
-        s [] and z [] are tensors, and z is None where it is zero whatever the values are.
+        s [] and z [] are tensors, and z is None where it is always zero.
         """
         if self._factored:
             x = self._quantizer.multiplied(x)
-        made = INT8 if signed else UINT8
+        kind = INT8 if signed else UINT8
         scale, rows = self._step, None
         point = None if signed and self._centered else self._points[signed]
         if self._by_row:
@@ -382,44 +371,44 @@ class Activation:
             scale, zero = dynamic_range(x, self._kind.name)
             point = zero.int() + (self._to_signed if signed else self._to_unsigned)
         steps = (x / (scale if rows is None else rows)).round()
-        codes = (steps if point is None else steps + point).clamp(made.qmin, made.qmax).to(made.storage)
+        codes = (steps if point is None else steps + point).clamp(kind.qmin, kind.qmax).to(kind.storage)
         return codes, scale, point, rows
 
     def floating(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes in the range of a floating-point format, in float32, and s []."""
+        """Return the values before the cast to a floating-point format, clamped, in float32, and s []."""
         if self._factored:
             x = self._quantizer.multiplied(x)
         return (x / self._step).clamp(self._kind.qmin, self._kind.qmax), self._step
 
     @property
     def storage(self) -> torch.dtype:
-        """The torch type of the format's codes."""
+        """The torch type that stores the format."""
         return self._kind.storage
 
 
 class StoredWeight(Tensor):
-    """A tensor with the shape, type and place of a weight, whose values are made when something computes with it.
+    """A tensor with shape, type and device of a weight, whose values are computed only when they are used.
 
-    A module's ``F.linear(x, self.weight)`` reads its weight at each call, and the site then computes with the codes:
-    values that were made for the read would be made for nothing.
+    A module's ``F.linear(x, self.weight)`` reads its weight at each call, but the site computes with the integers, so
+    dequantized values would be wasted.
     """
 
     _read: Callable[[], Tensor]
 
     @staticmethod
     def of(like: Tensor, dtype: torch.dtype, read: Callable[[], Tensor]) -> StoredWeight:
-        """Return the weight of the shape and place of ``like``, whose values ``read`` returns."""
+        """Return the weight with shape and device of ``like``, whose values ``read`` returns."""
         make: Any = Tensor._make_wrapper_subclass
-        made: StoredWeight = make(StoredWeight, like.shape, dtype=dtype, device=like.device, requires_grad=False)
-        made._read = read
-        return made
+        weight: StoredWeight = make(StoredWeight, like.shape, dtype=dtype, device=like.device, requires_grad=False)
+        weight._read = read
+        return weight
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            # As a parameter it stays what it is.
+            # A parameter of this weight is still a StoredWeight.
             return StoredWeight.of(args[0], args[0].dtype, args[0]._read)
         args, kwargs = _pytree.tree_map(_values, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -443,10 +432,10 @@ def _values(value: Any) -> Any:
 
 
 class LazyWeight(OperandQuantizer):
-    """A stored weight that is dequantized only where something other than its site computes with it.
+    """A stored weight that is dequantized only if code outside of its site computes with it.
 
     Attributes:
-        shown: what the module reads as its weight; None: it was not read yet.
+        shown: the tensor that the module reads as its weight; None: it was not read yet.
     """
 
     shown: StoredWeight | None
@@ -458,7 +447,7 @@ class LazyWeight(OperandQuantizer):
         vars(quantizer)["shown"] = None
 
     def as_parameter(self) -> Tensor:
-        """Return the weight, whose values are made when they are needed; in a compiled graph, what makes them."""
+        """Return the weight, whose values are computed when used; in a compiled graph, the dequantized weight."""
         if is_recorded():
             return super().as_parameter()
         shown = self.shown
@@ -468,7 +457,7 @@ class LazyWeight(OperandQuantizer):
         return shown
 
     def forward(self, x: Any) -> Any:
-        # A lookup that limits norms writes to the rows that it reads: to values, which are made once.
+        # A lookup that limits norms writes into the rows that it reads, so it needs real values.
         return _values(super().forward(x))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -476,5 +465,5 @@ class LazyWeight(OperandQuantizer):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without what the module reads, which refers to this very object."""
+        """Return the state without ``shown``, which refers to this object."""
         return {**super().__getstate__(), "shown": None}  # type: ignore[no-untyped-call]

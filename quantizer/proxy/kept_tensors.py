@@ -1,4 +1,4 @@
-"""Tensors that modules reach through what they keep: containers, objects, partials, closures, bound methods."""
+"""Tensors in attributes of modules, also nested in containers, objects, partials, closures and bound methods."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def reached_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def tensors_of_functions(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the tensors that functions in the attributes of modules reach, each once, those in hooks apart."""
+    """Return the tensors that functions in the attributes of modules reach, each once, except those in hooks."""
     kept = (value for module in modules for name, value in vars(module).items() if name not in _HOOKS)
     return _tensors_in([value for value in _reached(list(kept), modules=False) if isinstance(value, _FUNCTIONS)])
 
 
 def replace_tensors(modules: Iterable[nn.Module], twin: Twin) -> None:
-    """Put ``twin(tensor)`` in the place of each tensor that has one, wherever modules of a proxy reach it.
+    """Replace each tensor that has a twin by ``twin(tensor)``, wherever modules of a proxy reach it.
 
-    What is the proxy's own changes in place; what functions hold may be the user's, and they get a copy of it.
+    Objects of the proxy change in place. Objects in functions may belong to the user's model, so they are copied.
     """
     replacement = _Replacement(twin)
     for module in modules:
@@ -58,21 +58,26 @@ def _tensors_in(values: list[Any]) -> list[Tensor]:
 
 
 def _reached(values: list[Any], *, modules: bool = True, but: Mapping[int, Any] = _NOTHING) -> Iterator[Any]:
-    """Yield what values lead to, themselves included, each once; ``but``: ids of what is passed over."""
-    # The objects too, as the id of one that is gone may be that of another one.
-    seen: dict[int, Any] = {}
+    """Yield all values that ``values`` reach, including themselves, each once; ``but`` has the ids to skip."""
+    # With the objects, because the id of a deleted object may be reused.
+    visited: dict[int, Any] = {}
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if _is_leaf(value) or id(value) in seen or id(value) in but or (isinstance(value, nn.Module) and not modules):
+        if (
+            _is_leaf(value)
+            or id(value) in visited
+            or id(value) in but
+            or (isinstance(value, nn.Module) and not modules)
+        ):
             continue
-        seen[id(value)] = value
+        visited[id(value)] = value
         yield value
         waiting += _parts(value)
 
 
 def _is_leaf(value: Any) -> bool:
-    """Return whether nothing behind a value belongs to the model: a plain value, or a calibration that a hook holds."""
+    """Return whether a value leads to no tensors of the model: a plain value, or a calibration in a hook."""
     ours = type(value).__module__.partition(".")[0] == "quantizer" and not isinstance(value, nn.Module)
     return ours or isinstance(value, _LEAVES)
 
@@ -95,14 +100,14 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Return what an object keeps, in its dictionary and its slots."""
-    held = dict(getattr(value, "__dict__", None) or {})
+    """Return the attributes of an object, from its dictionary and its slots."""
+    attributes = dict(getattr(value, "__dict__", None) or {})
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if isinstance(vars(cls).get(name), types.MemberDescriptorType) and hasattr(value, name):
-                held[name] = getattr(value, name)
-    return held
+                attributes[name] = getattr(value, name)
+    return attributes
 
 
 class _Replacement:
@@ -112,17 +117,17 @@ class _Replacement:
         self._twin = twin
         self._visited: dict[int, Any] = {}
         self._copies: dict[int, tuple[Any, Any]] = {}
-        # Modules share objects: what was found of one is not looked for again.
+        # Modules share objects, so the result for an object is cached.
         self._reaching: dict[int, tuple[Any, bool]] = {}
         self._without_twins: dict[int, Any] = {}
 
     def inside(self, value: Any) -> None:
-        """Replace the tensors inside of a module or another object that is the proxy's own."""
+        """Replace the tensors inside of a module or another object of the proxy."""
         if id(value) in self._visited:
             return
         self._visited[id(value)] = value
-        held = vars(value) if isinstance(value, nn.Module) else _attributes(value)
-        for name, part in list(held.items()):
+        attributes = vars(value) if isinstance(value, nn.Module) else _attributes(value)
+        for name, part in list(attributes.items()):
             new = self.of(part)
             if new is part:
                 continue
@@ -132,7 +137,7 @@ class _Replacement:
                 object.__setattr__(value, name, new)
 
     def of(self, value: Any) -> Any:
-        """Return what is in the place of a value that is the proxy's own: itself, unless it cannot change in place."""
+        """Return the replacement of a value of the proxy: itself, unless it cannot change in place."""
         if isinstance(value, Tensor):
             return self._of_tensor(value)
         if isinstance(value, _FUNCTIONS):
@@ -170,13 +175,13 @@ class _Replacement:
         return tuple.__new__(type(value), parts) if isinstance(value, tuple) else type(value)(parts)
 
     def _of_function_part(self, value: Any) -> Any:
-        """Return the copy of what a function holds that has twins inside; None if it has none."""
+        """Return a copy of an object in a function if it reaches tensors with twins; otherwise None."""
         if isinstance(value, Tensor):
             return self._twin(value)
         if isinstance(value, (nn.Module, torch.jit.ScriptFunction, *_FUNCTIONS)) or _is_leaf(value):
             return None
         if id(value) in self._visited:
-            return None  # the proxy's own, in which the tensors are replaced
+            return None  # an object of the proxy, whose tensors are replaced in place
         if id(value) not in self._copies:
             if not self._reaches_twins(value):
                 return None
@@ -189,34 +194,34 @@ class _Replacement:
         return self._copies[id(value)][1]
 
     def _reaches_twins(self, value: Any) -> bool:
-        """Return whether a value leads to a tensor that has a twin. None gets one later."""
-        seen: dict[int, Any] = {}
+        """Return whether a value reaches a tensor with a twin. No tensor gets a twin later."""
+        visited: dict[int, Any] = {}
         for part in _reached([value], but=self._without_twins):
-            seen[id(part)] = part
+            visited[id(part)] = part
             if isinstance(part, Tensor) and self._twin(part) is not None:
                 return True
-        self._without_twins |= seen
+        self._without_twins |= visited
         return False
 
     def _reaches_tensors(self, value: Any) -> bool:
-        """Return whether a value leads to a tensor, and find it out of all that it leads to."""
+        """Return whether a value reaches a tensor, and cache the answer for all values that it reaches."""
         if id(value) not in self._reaching:
             parents: dict[int, list[int]] = {}
-            held: list[Any] = []
-            leading: list[int] = []
+            visited: list[Any] = []
+            pending: list[int] = []
             for part in _reached([value], but=self._reaching):
-                held.append(part)
+                visited.append(part)
                 for inner in [] if isinstance(part, Tensor) else _parts(part):
                     parents.setdefault(id(inner), []).append(id(part))
                     if self._reaching.get(id(inner), (None, False))[1]:
-                        leading.append(id(inner))
+                        pending.append(id(inner))
                 if isinstance(part, Tensor):
-                    leading.append(id(part))
-            found: set[int] = set()
-            while leading:
-                one = leading.pop()
-                if one not in found:
-                    found.add(one)
-                    leading += parents.get(one, [])
-            self._reaching |= {id(part): (part, id(part) in found) for part in held}
+                    pending.append(id(part))
+            reaching: set[int] = set()
+            while pending:
+                identity = pending.pop()
+                if identity not in reaching:
+                    reaching.add(identity)
+                    pending += parents.get(identity, [])
+            self._reaching |= {id(part): (part, id(part) in reaching) for part in visited}
         return self._reaching[id(value)][1]

@@ -1,4 +1,4 @@
-"""Lowered proxies: the kernel of each frozen site, or the reason why there is none, and the sites that call it."""
+"""Lowered proxies: the torch kernel of each frozen site or the reason why it has none, and the sites that call it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from quantizer.utils.display import Rows
 
 
 Arguments = tuple[Any, Any, Any, Window] | None
-"""The activation, the weight, the bias or None, and the window; None for a call that no kernel makes."""
+"""Activation, weight, bias or None, and window; None for a call that no kernel supports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +41,8 @@ class Call:
     """An operation that kernels compute.
 
     Attributes:
-        activation: the name of the operand that is quantized at each call; None: it is no number to quantize.
-        weight: the name of the operand that is stored.
+        activation: the operand that is quantized at each call; None for an operation without one.
+        weight: the operand that is stored.
         channels: the axis of the weight that becomes the channels of the result.
         arguments: sorts the arguments of a call.
     """
@@ -96,11 +96,11 @@ CALLS: dict[str, Call] = {
     "conv2d": Call(activation="input", weight="weight", channels=0, arguments=_convolution),
     "embedding": Call(activation=None, weight="weight", channels=0, arguments=_embedding),
 }
-"""The operations by their names in the catalogue."""
+"""The supported operations by their names in the catalogue."""
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""The types of values that kernels take and return; they compute in float32 what they do not compute in codes."""
+"""Float types that kernels take and return; they compute their float part in float32."""
 
 _CPU, _GPU = "cpu", "cuda"
 _SPATIAL = {"conv1d": 1, "conv2d": 2}
@@ -108,11 +108,11 @@ _SPATIAL = {"conv1d": 1, "conv2d": 2}
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """Settings of the choice of kernels, beside the site itself.
+    """Settings of the choice of kernels.
 
     Attributes:
-        widest: the largest code of a weight whose products this CPU adds without saturating; None: any.
-        kernels: ``cpu`` or ``cuda``, whose kernels to take; None: those of the device where the weight is.
+        widest: the largest integer of a weight that this CPU multiplies without saturating; None: any.
+        kernels: ``cpu`` or ``cuda``; None: the device of the weight.
     """
 
     widest: int | None = None
@@ -120,92 +120,94 @@ class Lowering:
 
 
 def choose(site: Site, lowering: Lowering) -> Kernel | str:
-    """Return the kernel that computes a site, or why it keeps the rounding of the frozen proxy."""
+    """Return the kernel of a site, or the reason why it keeps the simulated rounding."""
     call = CALLS.get(site.source.operation)
     if call is None:
-        return f"torch has no kernel for {site.source.operation} of codes"
+        return f"torch has no integer kernel for {site.source.operation}"
     if site.source.in_place:
         return "it writes into its operand"
-    held = site.quantizer_of(call.weight)
-    if held.stored is None:
+    weight = site.quantizer_of(call.weight)
+    if weight.stored is None:
         return "no kernel multiplies two activations" if call.channels else "its weight is not quantized"
-    axes = held.stored.dim() - 2
+    axes = weight.stored.dim() - 2
     if axes != _SPATIAL.get(site.source.operation, 0):
-        return f"no kernel takes a weight of {axes + 2} axes"
-    scales = _scales(held, call)
+        return f"no kernel supports a weight with {axes + 2} axes"
+    scales = _scales(weight, call)
     if scales is None:
-        return f"no kernel takes weights of {held.dtype} with these scales"
-    if held.stored_dtype not in FLOATS:
-        return f"no kernel returns {str(held.stored_dtype).removeprefix('torch.')}, the type of the weight"
+        return f"no kernel supports weights in {weight.dtype} with these scales"
+    if weight.stored_dtype not in FLOATS:
+        return f"no kernel returns {str(weight.stored_dtype).removeprefix('torch.')}, the type of the weight"
     if call.activation is None:
-        whole = qtype(held.dtype).storage is torch.int8
-        return TableLookup(held.stored, scales) if whole else f"no lookup in codes of {held.dtype}"
-    given = site.quantizer_of(call.activation)
-    reason = _unfit(given, held.stored.shape[1 - call.channels])
-    return reason if reason is not None else _product(call, held, scales, given, lowering)
+        is_int8 = qtype(weight.dtype).storage is torch.int8
+        return TableLookup(weight.stored, scales) if is_int8 else f"no lookup supports {weight.dtype}"
+    activation = site.quantizer_of(call.activation)
+    reason = _unfit(activation, weight.stored.shape[1 - call.channels])
+    return reason if reason is not None else _product(call, weight, scales, activation, lowering)
 
 
-def _scales(held: OperandQuantizer, call: Call) -> Tensor | None:
-    """Return one scale for each output channel; None if the weight is scaled in another way."""
-    assert held.stored is not None
-    assert held.scale is not None
-    channels = held.stored.shape[call.channels]
-    if held.block_size is not None:
+def _scales(weight: OperandQuantizer, call: Call) -> Tensor | None:
+    """Return one scale per output channel; None if the weight has another granularity."""
+    assert weight.stored is not None
+    assert weight.scale is not None
+    channels = weight.stored.shape[call.channels]
+    if weight.block_size is not None:
         return None
-    if held.axis is None:
-        return held.scale.detach().float().reshape(1).expand(channels).contiguous()
-    along = held.axis % held.stored.dim() == call.channels
-    return held.scale.detach().float().reshape(channels).contiguous() if along else None
+    if weight.axis is None:
+        return weight.scale.detach().float().reshape(1).expand(channels).contiguous()
+    along = weight.axis % weight.stored.dim() == call.channels
+    return weight.scale.detach().float().reshape(channels).contiguous() if along else None
 
 
-def _unfit(given: OperandQuantizer, k: int) -> str | None:
-    """Return why no kernel takes an activation; None if one may."""
-    if not given.enabled or (given.scale is None and not given.dynamic):
+def _unfit(activation: OperandQuantizer, k: int) -> str | None:
+    """Return why no kernel supports an activation; None if one may."""
+    if not activation.enabled or (activation.scale is None and not activation.dynamic):
         return "only its weight is quantized"
-    kind = qtype(given.dtype)
+    kind = qtype(activation.dtype)
     if kind.bits < 8 * kind.storage.itemsize:
-        return f"no kernel takes activations of {given.dtype}"
-    if given.axis is not None:
-        return "its activation has a scale for each channel"
-    if given.dynamic and given.block_size not in (None, k):
-        return f"its activation has a range for each {given.block_size} values, and a kernel adds {k} of them at once"
+        return f"no kernel supports activations in {activation.dtype}"
+    if activation.axis is not None:
+        return "its activation has one scale per channel"
+    if activation.dynamic and activation.block_size not in (None, k):
+        return f"its activation has one range per {activation.block_size} values, but a kernel sums {k} values"
     return None
 
 
 def _product(
-    call: Call, held: OperandQuantizer, scales: Tensor, given: OperandQuantizer, lowering: Lowering
+    call: Call, weight: OperandQuantizer, scales: Tensor, activation: OperandQuantizer, lowering: Lowering
 ) -> Kernel | str:
-    assert held.stored is not None
-    device = lowering.kernels or held.stored.device.type
-    weights, values = qtype(held.dtype), qtype(given.dtype)
+    assert weight.stored is not None
+    device = lowering.kernels or weight.stored.device.type
+    weights, values = qtype(weight.dtype), qtype(activation.dtype)
     if weights.is_float != values.is_float:
-        return f"no kernel multiplies {given.dtype} by {held.dtype}"
-    spatial = held.stored.dim() - 2
-    codes = (held.stored if call.channels == 0 else held.stored.t()).contiguous()
+        return f"no kernel multiplies {activation.dtype} by {weight.dtype}"
+    spatial = weight.stored.dim() - 2
+    codes = (weight.stored if call.channels == 0 else weight.stored.t()).contiguous()
     if device == _GPU:
         if spatial:
             return "torch has no integer convolution on a GPU"
-        return (ScaledMatmul if weights.is_float else IntegerMatmul)(codes, scales, Activation(given, codes.device))
+        return (ScaledMatmul if weights.is_float else IntegerMatmul)(
+            codes, scales, Activation(activation, codes.device)
+        )
     if device != _CPU:
         return f"torch has no integer kernels on {device}"
     if weights.is_float:
-        return f"no CPU multiplies {held.dtype}; GPUs from compute capability 8.9 on do, once it is moved there"
+        return f"CPUs have no kernels for {weight.dtype}; move the model to a GPU with compute capability 8.9 or later"
     if not torch._C._has_mkldnn:
         return "this torch was built without oneDNN"
     if lowering.widest is not None and int(codes.int().abs().max()) > lowering.widest:
         return "this CPU adds products of bytes in 16 bits, which saturate"
-    if spatial and given.dynamic and given.block_size is not None:
-        return "its activation has a range for each row"
-    return (IntegerConvolution if spatial else IntegerLinear)(codes, scales, Activation(given))
+    if spatial and activation.dynamic and activation.block_size is not None:
+        return "its activation has one range per row"
+    return (IntegerConvolution if spatial else IntegerLinear)(codes, scales, Activation(activation))
 
 
 class LoweredSite(Site):
-    """A frozen site that calls a kernel where there is one, and rounds as before where there is none.
+    """A frozen site that calls a kernel if there is one, and otherwise rounds as before.
 
     Attributes:
-        lowering: what the choice of the kernel depends on.
-        chosen: the kernel, or why there is none; None: it has to be chosen anew, after a copy or a load.
-        by_call: the kernels of the calls of a pass that have ranges of their own; empty: all calls have one range.
+        lowering: the settings of the choice.
+        chosen: the kernel, or why there is none; None: to be chosen again, after a copy or a load.
+        by_call: the kernels of calls with their own ranges; empty: all calls share one range.
     """
 
     lowering: Lowering
@@ -231,21 +233,21 @@ class LoweredSite(Site):
         site.choice()
 
     def choice(self) -> Kernel | str:
-        """Return the kernel, or why there is none, chosen for where the weight is now."""
+        """Return the kernel for the current device of the weight, or why there is none."""
         if self.chosen is None:
             self.chosen, self._added = choose(self, self.lowering), None
             if not isinstance(self.chosen, str):
                 call = CALLS[self.source.operation]
-                held = self.quantizer_of(call.weight)
-                frozen = held.frozen
+                weight = self.quantizer_of(call.weight)
+                frozen = weight.frozen
                 number = 0 if call.activation is None else len(self.quantizer_of(call.activation).calls)
                 self.by_call = self.chosen.of_calls(number)
-                self._looks_up, self._type = call.activation is None, held.stored_dtype
+                self._looks_up, self._type = call.activation is None, weight.stored_dtype
                 self._arguments, self._check = call.arguments, None if frozen is None else frozen.check
         return self.chosen
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        # Without torch's search for hooks, of which a site has none: it takes as long as the quantization of a token.
+        # A site has no hooks. torch's search for them takes as long as the quantization of a token.
         return self.forward(*args, **keywords)
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
@@ -256,10 +258,10 @@ class LoweredSite(Site):
         number = next_call(self.path) if self.counts_calls else None
         if number is not None and number < len(self.by_call):
             kernel = self.by_call[number]
-        rest = args[1:] if self._implied is None else args
-        given = self._arguments(*rest, **keywords)
-        if given is not None:
-            x, weight, bias, window = given
+        call_args = args[1:] if self._implied is None else args
+        sorted_arguments = self._arguments(*call_args, **keywords)
+        if sorted_arguments is not None:
+            x, weight, bias, window = sorted_arguments
             if self._check is not None:
                 self._check(weight)
             out = self._type_of_result(x)
@@ -269,26 +271,26 @@ class LoweredSite(Site):
                     if self.counts_calls:
                         count_call(self.path)
                     needed = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
-                    # Only made here, so that it is no view, which the model could not change in place.
+                    # Made by the function itself, so that it is not a view, which the model could not change in place.
                     return _WithoutGradient.of(x, result, self.path) if needed else result
         return super().forward(*args, **keywords)
 
     def _type_of_result(self, x: Tensor) -> torch.dtype | None:
-        """Return the type that the float operation would return, that of autocast where it is on; None: no kernel."""
+        """Return the type that the float operation would return, with autocast; None if no kernel supports it."""
         if not x.is_floating_point():
             return self._type if self._looks_up else None
         if self._looks_up or x.dtype not in FLOATS:
             return None
         device = x.device.type
         if torch.is_autocast_enabled(device):
-            made = torch.get_autocast_dtype(device)
-            return made if made in FLOATS else None
+            autocast_type = torch.get_autocast_dtype(device)
+            return autocast_type if autocast_type in FLOATS else None
         return x.dtype if x.dtype is self._type else None
 
     def _computed(
         self, kernel: Kernel, x: Tensor, bias: Any, shift: Tensor | None, window: Any, out: torch.dtype
     ) -> Any:
-        """Return the result; None if the kernel cannot make this call. A bias of another shape is added after it."""
+        """Return the result, with a bias of another shape added after the kernel; None if it is not supported."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._computed(kernel, x, bias, shift, window, out)
@@ -303,7 +305,7 @@ class LoweredSite(Site):
         return None if result is None else (result + bias).to(out)
 
     def _shifted(self, bias: Any, shift: Tensor | None) -> Any:
-        """Return the bias with a shift; the sum with a parameter, which is frozen, is kept."""
+        """Return the bias with a shift; the sum with a parameter is cached, because it is frozen."""
         if shift is None:
             return bias
         if bias is None:
@@ -317,35 +319,35 @@ class LoweredSite(Site):
 
     def quantizer_of(self, operand: str) -> OperandQuantizer:
         """Return the quantizer of the operand called ``operand``."""
-        found = self._modules.get(f"_{operand}_quantizer")
-        # Each read of a module's weight asks.
-        return found if isinstance(found, OperandQuantizer) else super().quantizer_of(operand)
+        quantizer = self._modules.get(f"_{operand}_quantizer")
+        # A fast path, because each read of a module's weight calls this.
+        return quantizer if isinstance(quantizer, OperandQuantizer) else super().quantizer_of(operand)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.chosen = None
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Now and not in the first call: that may be one of torch.compile, which cannot make a kernel in its graph.
+        # Choose now, because torch.compile may make the first call, and cannot make a kernel in its graph.
         self.choice()
         return moved
 
-    def _load_from_state_dict(self, *given: Any) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:
         self.chosen = None
-        super()._load_from_state_dict(*given)
+        super()._load_from_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the kernel, whose weight is in a layout that cannot be copied."""
+        """Return the state without the kernel, because its packed weight cannot be copied."""
         state = {**super().__getstate__(), "chosen": None, "by_call": [], "_added": None}
         return {name: value for name, value in state.items() if name not in _CHOSEN}
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """The result of a kernel, which says on the way back that the kernel has no gradient."""
+    """The result of a kernel, which raises in the backward pass because the kernel has no gradient."""
 
     @classmethod
     def of(cls, x: Tensor, result: Tensor, path: str) -> Tensor:
         """Return the result of a site that computed it from x."""
-        made: Tensor = cls.apply(x, lambda: result, path)  # type: ignore[no-untyped-call]
-        return made
+        wrapped: Tensor = cls.apply(x, lambda: result, path)  # type: ignore[no-untyped-call]
+        return wrapped
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, made: Callable[[], Tensor], path: str) -> Tensor:
@@ -355,13 +357,13 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         raise ProxyError(
-            f"{ctx.path}: a gradient is asked of a lowered model, whose integer kernels have none; use what "
-            "quantize(model) gives, which rounds alike and has gradients, or exclude the sites that it passes"
+            f"{ctx.path}: integer kernels of a lowered model have no gradients; use the model of quantize(model), "
+            "which rounds the same and has gradients, or exclude these sites"
         )
 
 
 _CHOSEN = ("_arguments", "_check", "_looks_up", "_type")
-"""What the choice of a kernel sets."""
+"""Attributes that the choice of a kernel sets."""
 
 
 _MARK = "_quantizer_lowered"
@@ -373,9 +375,8 @@ class SiteKernel:
 
     Attributes:
         name: the site.
-        operation: what it calls.
-        kernel: the operator of torch that computes with its codes; None: its operands are rounded, and it computes in
-            floats.
+        operation: the operation that it calls.
+        kernel: the integer operator of torch; None: its operands are rounded, and it computes in float.
         reason: why there is no kernel; empty if there is one.
     """
 
@@ -392,7 +393,7 @@ class Kernels(Rows[SiteKernel]):
 
 
 def lower(proxy: nn.Module, lowering: Lowering) -> nn.Module:
-    """Let the sites of a frozen proxy compute with torch's kernels, in place; return it."""
+    """Make the sites of a frozen proxy compute with torch's integer kernels, in place, and return the proxy."""
     spend_deprecation_warning()
     vars(proxy)[_MARK] = True
     _need_no_gradients(proxy)
@@ -403,11 +404,11 @@ def lower(proxy: nn.Module, lowering: Lowering) -> nn.Module:
 
 
 def _need_no_gradients(proxy: nn.Module) -> None:
-    """Let no parameter need a gradient: what does then is an input, or what the model differentiates itself.
+    """Replace parameters by ones without gradients, so that only inputs of the model can require them.
 
-    The memory of a parameter may be that of the user's model, whose own need of gradients does not change.
+    The new parameters share the memory of the user's model, whose ``requires_grad`` does not change.
     """
-    # With the parameter itself, which must live as long as its id is looked up.
+    # With the parameter itself, so that its id stays valid.
     fixed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in proxy.modules():
         for name, parameter in module._parameters.items():
@@ -428,14 +429,14 @@ def is_lowered(model: nn.Module) -> bool:
 
 
 def kernels_of(lowered: nn.Module) -> list[SiteKernel]:
-    """Return what computes each quantized site."""
+    """Return the kernel of each quantized site, or the reason why it has none."""
     if not is_lowered(lowered):
-        raise ProxyError("kernels() takes the model that lower() returned")
-    found = []
+        raise ProxyError("kernels() expects the model that lower() returned")
+    entries = []
     for site in sites_of(lowered):
         if isinstance(site, LoweredSite):
             choice = site.choice()
             kernel, reason = (None, choice) if isinstance(choice, str) else (choice.name, "")
             entry = SiteKernel(name=site.path, operation=site.source.operation, kernel=kernel, reason=reason)
-            found.append(entry)
-    return found
+            entries.append(entry)
+    return entries

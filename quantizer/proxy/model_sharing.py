@@ -1,7 +1,7 @@
-"""Tensors that a proxy shares with the user's model, and hooks that stay behind when it is copied.
+"""Tensors that a proxy shares with the user's model, and hooks that are not copied with a proxy.
 
-A proxy in training never stops sharing: changes of its tensors change the model's. A proxy that calibrates, measures or
-is frozen shares no buffers, because a forward pass may write into them.
+A proxy in training always shares its tensors: changes apply to the model. A proxy that calibrates, measures or is
+frozen shares no buffers, because a forward pass may write into them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from quantizer.utils.fingerprint import tensor_version
 class LocalHook:
     """A callable hook around a function that observes one proxy.
 
-    Copied or pickled with the proxy, the hook loses the function, so that the objects it refers to (calibrators,
-    dispatch modes) are neither copied nor pickled.
+    If the proxy is copied or pickled, the hook loses the function, so that the objects of the function (calibrators,
+    dispatch modes) are not copied.
     """
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
@@ -44,9 +44,9 @@ _TWIN = "_quantizer_twin"
 
 
 class Sharing:
-    """The mark in every module of a proxy that shares the user's tensors, with a reference to the proxy's root.
+    """Mark in every module of a proxy that shares the user's tensors, with a reference to the proxy's root.
 
-    A copied or pickled mark refers to no root: a copy of a proxy has copies of its tensors.
+    A copied or pickled mark has no root, because a copy of a proxy has copies of the tensors.
     """
 
     def __init__(self, root: nn.Module | None = None) -> None:
@@ -61,9 +61,9 @@ class Sharing:
 
 
 class Twin:
-    """The mark in every module of a proxy in training, with a reference to the model's module of the same tensors.
+    """Mark in every module of a proxy in training, with a reference to the model's module with the same tensors.
 
-    A copied or pickled mark refers to none, as a copy of a proxy has copies of its tensors.
+    A copied or pickled mark has no module, because a copy of a proxy has copies of the tensors.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -93,7 +93,7 @@ def share_for_good(proxy: nn.Module, model: nn.Module) -> None:
 
 
 class OwnBuffers:
-    """A proxy's own copies of the model's buffers, and of the tensors that its modules keep as attributes.
+    """A proxy's own copies of the model's buffers, and of tensors in attributes of its modules.
 
     A pass of the proxy writes into the copies. Tensors that share memory with a parameter stay shared.
     """
@@ -107,20 +107,20 @@ class OwnBuffers:
 
     @torch.inference_mode(mode=False)
     def refresh(self) -> None:
-        """Copy again the buffers that changed in the model since, unless the proxy was cast in the meantime."""
+        """Copy the buffers again that changed in the model, unless the proxy was cast in the meantime."""
         memo: dict[int, Any] = {}
         for place, (module, reference) in enumerate(self._twins):
             twin = reference()
             if twin is None or _MARK not in vars(module):
                 continue
-            # A normalization updates its statistics without a new tensor version, its counter of batches with one.
+            # A normalization changes its statistics without a new tensor version, but its batch counter with one.
             now = [(name, tensor, tensor_version(tensor)) for name, tensor in _written_to(twin)]
             if not _same(now, self._known.get(place, [])):
                 self._known[place] = now
                 self._copy(module, twin, memo)
 
     def _copy(self, module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
-        owners = (other for one, _ in self._twins for other in one._parameters.values())
+        owners = (owner for proxied, _ in self._twins for owner in proxied._parameters.values())
         parameters = {_memory(owner) for owner in owners if owner is not None}
         for name, tensor in _written_to(twin):
             if _memory(tensor) not in parameters:
@@ -144,7 +144,7 @@ def _written_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return an identity of a tensor's memory; that of the tensor object if it has no plain storage."""
+    """Return an identity of a tensor's memory, or of the tensor if it has no plain storage."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
         return id(tensor)
     identity: int = tensor.untyped_storage()._cdata
@@ -152,7 +152,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def hand_back(module: nn.Module) -> None:
-    """Give the tensors that a module has now to its twin, if it has one."""
+    """Assign the current tensors of a module to its twin, if it has one."""
     twin = vars(module).get(_TWIN)
     if twin is None or twin.module is None:
         return
@@ -162,7 +162,7 @@ def hand_back(module: nn.Module) -> None:
 
 
 def hand_back_buffers(module: nn.Module) -> None:
-    """Give the buffers that a pass assigned anew (``self.mean = ...``) to the module's twin, if it has one."""
+    """Assign buffers that a pass replaced (``self.mean = ...``) to the module's twin, if it has one."""
     twin = vars(module).get(_TWIN)
     if twin is None or twin.module is None:
         return
@@ -171,10 +171,7 @@ def hand_back_buffers(module: nn.Module) -> None:
 
 
 def end_sharing(module: nn.Module) -> None:
-    """Give the whole proxy of ``module`` its own copies of the tensors that it shares.
-
-    The whole proxy, so that parameters that are tied to others outside of ``module`` stay tied.
-    """
+    """Give the complete proxy of ``module`` its own copies of shared tensors, so that tied parameters stay tied."""
     sharing = vars(module).get(_MARK)
     if sharing is None or sharing.root is None:
         return
@@ -187,18 +184,18 @@ def end_sharing(module: nn.Module) -> None:
 def take_small(proxy: nn.Module, elements: int, own: type[nn.Module]) -> None:
     """Give a proxy its own copies of all buffers and of parameters with at most ``elements`` elements.
 
-    Larger parameters stay shared. Buffers of any size are copied, because a pass may write into them; but not those of
-    modules of the type ``own``, which nothing else has: codes are a quarter of the model.
+    Larger parameters stay shared. Buffers of any size are copied, because a pass may write into them, except those of
+    modules of the type ``own``: integer weights are a quarter of the model.
     """
     _take_own([module for module in proxy.modules() if not isinstance(module, own)], elements)
 
 
 def _take_own(modules: list[nn.Module], elements: float = math.inf) -> None:
-    """Replace the tensors of modules by copies, wherever they reach them; what shared memory shares it still."""
+    """Replace the tensors of modules by copies, wherever the modules reach them; shared memory stays shared."""
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     stores = {memory_of(p): p for p in parameters if _is_plain(p) and _stored_elements(p) <= elements}
     stores.pop(None, None)
-    # With the original, which keeps its id valid.
+    # With the original, so that its id stays valid.
     copies: dict[int, tuple[Tensor, Tensor]] = {}
     memories = {memory: _copied_storage(owner) for memory, owner in stores.items()}
 
@@ -222,7 +219,7 @@ def _take_own(modules: list[nn.Module], elements: float = math.inf) -> None:
             if buffer is not None and twin(buffer) is None:
                 copies[id(buffer)] = buffer.clone(), buffer
     shared = {memory_of(p) for p in parameters}
-    # A copy of the model holds the same functions, and they the same tensors.
+    # A copy of the model has the same functions, with the same tensors.
     for tensor in tensors_of_functions(modules):
         if memory_of(tensor) not in shared and twin(tensor) is None:
             copies[id(tensor)] = _as_parameter(tensor.detach().clone(), tensor), tensor
@@ -230,14 +227,14 @@ def _take_own(modules: list[nn.Module], elements: float = math.inf) -> None:
         for module in modules:
             for holder in (module._parameters, module._buffers):
                 own: dict[str, Any] = holder
-                for name, held in holder.items():
-                    if held is not None and (other := twin(held)) is not None:
+                for name, existing in holder.items():
+                    if existing is not None and (other := twin(existing)) is not None:
                         own[name] = other
         replace_tensors(modules, twin)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is a view of its storage and no more than that."""
+    """Return whether a tensor is only a view of its storage."""
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and memory_of(tensor) is not None and not tensor.is_neg()
 
 

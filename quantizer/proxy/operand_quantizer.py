@@ -1,9 +1,9 @@
 """The quantizer of one operand of a site: off, observing, rounding, or frozen.
 
-A frozen site computes with its stored codes, whatever tensor its call gets. Code that picks a weight at run time
-(``self.experts[i]``, ``self.table[:n]``) may pass another weight than in calibration.
+A frozen site computes with its stored integers, whatever tensor its call gets. Code that selects a weight at run time
+(``self.experts[i]``, ``self.table[:n]``) may pass another weight than in calibration, so frozen operands check it.
 
-Legend: x [*] the operand; scale [] or [C]; factor [K]; stored [*] the weight's codes, in the storage type of its dtype.
+Legend: x [*] the operand; scale [] or [C]; factor [K]; stored [*] the integer weight, in the storage type of its dtype.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from quantizer.proxy.call_numbers import current_call
 from quantizer.proxy.weight import WeightView, laid_out
 
 _SAMPLE = 256
-"""About how many values of a computed weight are compared."""
+"""Approximate number of values of a computed weight that are compared."""
 
-_OTHER = 0.5
-"""From this relative error of the sample on, it is another weight: other floats of the same weight differ by far less,
-and two weights by 1.4."""
+_DIFFERENT_WEIGHT = 0.5
+"""Relative error of the sample from which it is another weight. Other floats of the same weight differ by far less, and
+two different weights by 1.4."""
 
 
 class FrozenOperand:
-    """The frozen parameter of one operand, or the frozen part of a parameter.
+    """Check that the weight of a call is the frozen parameter, or the frozen part of a parameter.
 
-    Copies and casts of the proxy have other tensors, in which the parameter cannot be recognized: they do not check.
+    Copies and casts of the proxy have other tensors, in which the parameter cannot be recognized, so they do not check.
     """
 
     def __init__(self, name: str = "", parameter: nn.Parameter | None = None, view: WeightView | None = None) -> None:
@@ -44,7 +44,7 @@ class FrozenOperand:
         self._view = view
 
     def check(self, value: Tensor) -> None:
-        """Raise if ``value`` is not the weight that was frozen, nor this weight spread over a batch."""
+        """Raise if ``value`` is not the frozen weight, possibly expanded over a batch."""
         parameter = None if self._parameter is None else self._parameter()
         if parameter is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
@@ -58,7 +58,7 @@ class FrozenOperand:
         _require_alike(self._name, shape, _sample(weight), value)
 
     def follow(self, replaced: Mapping[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Look at the second of a pair of parameters where the first, by its id, was the one that was frozen."""
+        """Check the replacement of the frozen parameter from now on; ``replaced`` maps ids to (old, new)."""
         parameter = None if self._parameter is None else self._parameter()
         if parameter is not None and id(parameter) in replaced:
             self._parameter = weakref.ref(replaced[id(parameter)][1])
@@ -71,33 +71,33 @@ class FrozenOperand:
 
 
 class ComputedOperand(FrozenOperand):
-    """The frozen weight of an operand that the model computes at each call, of which a sample is kept."""
+    """Check that the weight of a call, which the model computes, equals a sample of the frozen one."""
 
     def __init__(self, name: str, weight: Tensor) -> None:
         super().__init__(name)
         self._shape, self._values = tuple(weight.shape), _sample(weight)
 
     def check(self, value: Tensor) -> None:
-        """Raise if ``value`` is not the weight that was frozen, or one near it, spread over a batch or not."""
+        """Raise if ``value`` is not close to the frozen weight, possibly expanded over a batch."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         _require_alike(self._name, self._shape, self._values, value)
 
 
-def spread_as(weight: Tensor, value: Tensor) -> Tensor:
-    """Return a weight [*] with its axes of length 1 as long as those of the operand that arrives."""
+def expanded_as(weight: Tensor, value: Tensor) -> Tensor:
+    """Return a weight [*] with its axes of length 1 expanded to the shape of the operand of the call."""
     if weight.dim() != value.dim():
         return weight
     sizes: list[Any] = [-1] * weight.dim()
     for axis, size in enumerate(_fixed_shape(weight)):
-        # A size of a graph is no int, and is not compared, which would fix it.
+        # A symbolic size of a graph is not compared, because that would fix it.
         if size == 1 and not (isinstance(value.shape[axis], int) and value.shape[axis] == 1):
             sizes[axis] = value.shape[axis]
     return weight if all(isinstance(size, int) and size == -1 for size in sizes) else weight.expand(sizes)
 
 
 def _fixed_shape(weight: Tensor) -> tuple[int, ...]:
-    """Return the shape of a stored weight, in numbers: in ``torch.jit.trace`` sizes are tensors of its graph."""
+    """Return the shape of a stored weight as numbers; in ``torch.jit.trace`` sizes are tensors of the graph."""
     tracing = torch._C._get_tracing_state()
     if tracing is None:
         return tuple(weight.shape)
@@ -109,66 +109,68 @@ def _fixed_shape(weight: Tensor) -> tuple[int, ...]:
 
 
 def _require_alike(name: str, shape: tuple[int, ...], sample: Tensor, value: Tensor) -> None:
-    """Raise if an operand has not the shape of a weight, up to axes of length 1 that are spread, or other values."""
-    fits = value.dim() == len(shape) and all(size in (1, got) for size, got in zip(shape, value.shape, strict=True))
+    """Raise if an operand has other values than a weight, or another shape except for expanded axes of length 1."""
+    fits = value.dim() == len(shape) and all(
+        size in (1, actual) for size, actual in zip(shape, value.shape, strict=True)
+    )
     if fits:
         entry = value
         for axis, size in enumerate(shape):
             entry = entry.narrow(axis, 0, 1) if size == 1 else entry
         difference = torch.linalg.vector_norm(_sample(entry) - sample)
-        fits = not bool(difference > _OTHER * torch.linalg.vector_norm(sample))
+        fits = not bool(difference > _DIFFERENT_WEIGHT * torch.linalg.vector_norm(sample))
     if not fits:
         raise ProxyError(
-            f"{name}: the weight that arrives, {list(value.shape)}, is not the one that was frozen, {list(shape)}: the "
-            "model picks it at run time. Exclude this site, which leaves it float, or calibrate with data that reaches "
-            "every choice, which does so by itself"
+            f"{name}: the weight of this call, {list(value.shape)}, is not the frozen one, {list(shape)}: the model "
+            "selects it at run time. Exclude this site to keep it in float, or calibrate with data that reaches every "
+            "choice, so that it is kept in float automatically"
         )
 
 
 def _sample(value: Tensor) -> Tensor:
-    """Return values spread over a weight [*], float32 on the CPU."""
+    """Return evenly spaced values of a weight [*], float32 on the CPU."""
     flat = value.detach().reshape(-1)
     return flat[:: max(1, len(flat) // _SAMPLE)].to("cpu", torch.float32)
 
 
 _CALLS = "call_quantizers"
 _SLICE = 2**20
-"""About how many values of a weight are in float32 at once, on the way to another float type."""
+"""Approximate number of values of a weight that are in float32 at once during a cast."""
 
 
 class Watcher(Protocol):
-    """A listener to values that are rounded while gradients are recorded."""
+    """A listener to values before they are rounded while gradients are recorded."""
 
     def __call__(self, x: Tensor, quantizer: OperandQuantizer) -> None:
         """Receive x [*], multiplied by the quantizer's factor and not rounded yet."""
 
 
 class OperandQuantizer(nn.Module):
-    """A module that rounds one operand of a site to its dtype; until a range is set the operand passes through.
+    """A module that rounds one operand of a site to its dtype. Without a range, the operand passes through.
 
     Attributes:
-        enabled: whether the quantizer changes the operand; if False, the operand passes through.
-        scale: float [] (per tensor), [C] (along ``axis``) or in blocks of ``block_size`` along it; None until a range
-            is set, and where ``dynamic``.
-        dynamic: whether the range is that of the values of each call.
-        zero_point: uint8 [], the code of 0.0 in an asymmetric format; None: 0.
-        factor: float [K] along ``factor_axis``, by which the operand is multiplied before it is rounded; None: 1.
-        codes: the weight's codes, of its shape, if they were chosen; None: those of rounding to nearest.
-        stored: the weight's codes once it is frozen; None for an activation.
-        stored_dtype: the float type of the weight that ``stored`` encodes.
-        frozen: checks that the weight that arrives is the one that was stored (None: no check).
+        enabled: whether the quantizer changes the operand.
+        scale: float [] (per tensor), [C] (along ``axis``) or in blocks of ``block_size`` along it; None without a range
+            and if ``dynamic``.
+        dynamic: whether each call has the range of its values.
+        zero_point: uint8 [], the quantized value of 0.0 in an asymmetric format; None: 0.
+        factor: float [K] along ``factor_axis``, which multiplies the operand before rounding; None: 1.
+        codes: the integers of the weight, of its shape, if an algorithm chose them; None: rounding to nearest.
+        stored: the integers of a frozen weight; None for an activation.
+        stored_dtype: the float type of the frozen weight.
+        frozen: checks that the weight of a call is the stored one; None: no check.
         is_weight: whether the operand is a parameter, or a view of one.
-        contiguous: whether the rounded weight, a view, is copied to the layout of the frozen one: products of other
-            layouts add in another order.
-        scale_dtype: the float type of the scale on the target, while training changes the scale (None: the scale is
-            fixed and already rounded to that type).
-        change: the trained parameter, of the scale's shape, see ``numerics.log_scale``; None: the scale is not trained.
-        moves: whether ``change`` counts; if False, ``scale`` includes it already and is fixed.
-        watcher: receives the values to round (None: no watcher).
+        contiguous: whether the rounded weight, a view, is copied to the layout of the frozen one: with other layouts,
+            matrix multiplications sum in another order.
+        scale_dtype: the float type of the scale on the target, while training changes the scale; None: the scale is
+            fixed and already has that type.
+        change: the trained parameter, of the scale's shape, see ``numerics.rounding``; None: the scale is not trained.
+        moves: whether ``change`` counts; if False, ``scale`` already includes it and is fixed.
+        watcher: receives the values before rounding; None: no watcher.
         of_samples: whether the operand's first axis counts samples; False for a weight.
-        site_path: the path of the site, where there are ``calls``.
-        handed_over: whether the host's ``weight`` reads from here, its parameter removed, so that the operand that
-            arrives is the dequantized weight already.
+        site_path: the path of the site, if there are ``calls``.
+        handed_over: whether the module's ``weight`` reads from here, with its parameter removed, so that calls pass the
+            dequantized weight.
     """
 
     def __init__(self) -> None:
@@ -194,7 +196,7 @@ class OperandQuantizer(nn.Module):
         self.register_parameter("change", None)
         self.register_buffer("factor", None)
         self.register_buffer("stored", None)
-        # Not in a state dict: there the weight itself is, or ``stored``.
+        # Not in a state dict, which contains the weight itself or ``stored``.
         self.register_buffer("codes", None, persistent=False)
         self.scale: Tensor | None
         self.zero_point: Tensor | None
@@ -211,7 +213,7 @@ class OperandQuantizer(nn.Module):
         block_size: int | None = None,
         zero_point: int | None = None,
     ) -> None:
-        """Set the range, of all calls, and switch on."""
+        """Set the range of all calls, and enable the quantizer."""
         if not bool(((scale > 0) & torch.isfinite(scale)).all()):
             raise ValueError("a scale must be positive and finite")
         self.scale = scale.detach().clone()
@@ -225,7 +227,7 @@ class OperandQuantizer(nn.Module):
         self.enabled = True
 
     def set_calls(self, site_path: str, ranges: Sequence[tuple[Tensor, int | None]]) -> None:
-        """Round each call of a pass with a range of its own, (scale, zero point), and others as before."""
+        """Round each call of a pass with its own (scale, zero point); later calls keep the common range."""
         self.site_path = site_path
         quantizers = [OperandQuantizer() for _ in ranges]
         for quantizer, (scale, zero_point) in zip(quantizers, ranges, strict=True):
@@ -235,33 +237,31 @@ class OperandQuantizer(nn.Module):
 
     @property
     def calls(self) -> Sequence[OperandQuantizer]:
-        """For an activation that each call of its site rounds with a range of its own, the quantizers of calls 0, 1, ..
-        of a pass; any other call is rounded with ``scale``. Empty: every call is.
-        """
-        found: Any = self._modules.get(_CALLS)
-        return () if found is None else found
+        """Quantizers of calls 0, 1, .. of a pass with their own ranges; other calls are rounded with ``scale``."""
+        quantizers: Any = self._modules.get(_CALLS)
+        return () if quantizers is None else quantizers
 
     def of_call(self, number: int | None) -> OperandQuantizer:
-        """Return the quantizer with the range of a call by its number in the pass; without one, that of all calls."""
+        """Return the quantizer with the range of a call, by its number in the pass; None: the common range."""
         return self if number is None or not 0 <= number < len(self.calls) else self.calls[number]
 
     def set_dynamic(self, dtype: str, block_size: int | None) -> None:
-        """Take the range of each call from its values, as ``numerics.dynamic_range`` does, and switch on."""
+        """Use the range of the values of each call, as ``dynamic_range`` does, and enable the quantizer."""
         self.dtype, self.axis, self.block_size = dtype, None, block_size
         self.dynamic = self.enabled = True
 
     def set_factor(self, factor: Tensor, axis: int) -> None:
-        """Multiply the operand by factor [K] along ``axis`` before it is rounded, and switch on."""
+        """Multiply the operand by factor [K] along ``axis`` before rounding, and enable the quantizer."""
         self.factor = factor.detach().clone()
         self.factor_axis = axis
         self.enabled = True
 
     def set_codes(self, codes: Tensor | None) -> None:
-        """Round the weight to these codes, int8 of its shape, from now on; None: to nearest."""
+        """Round the weight to these int8 values of its shape from now on; None: to nearest."""
         self.codes = codes
 
     def learn_scale(self, change: nn.Parameter) -> None:
-        """Train the scale from now on: ``change``, of its shape and 0 at first, is the change of its logarithm."""
+        """Train the scale from now on by ``change``, the change of its logarithm, of its shape and initially 0."""
         self.change = change
 
     def current_scale(self) -> Tensor:
@@ -273,30 +273,30 @@ class OperandQuantizer(nn.Module):
         return scale if self.scale_dtype is None else held_scale(scale, self.scale_dtype)
 
     def cast_scale(self, dtype: torch.dtype) -> None:
-        """Cast the scale and the factor to another float type, that of the floats of a file.
+        """Cast the scale and the factor to the float type of an exported file.
 
-        ``.to()`` and ``.half()`` leave both in float32, where scales of channels with small weights do not underflow.
+        ``.to()`` and ``.half()`` keep both in float32, in which scales of channels with small weights do not underflow.
         """
         self.scale = None if self.scale is None else self.scale.to(dtype)
         self.factor = None if self.factor is None else self.factor.to(dtype)
 
     def fix_scale(self) -> None:
-        """Fix the scale at its trained value. The caller sets ``change`` to 0 once all that share it are fixed."""
+        """Fix the scale at its trained value; the caller then sets a shared ``change`` to 0."""
         if self.scale is not None:
             self.scale.copy_(self.current_scale())
         self.moves, self.watcher = False, None
 
     def reset(self) -> None:
-        """Remove the range and the factor, and pass the operand through again."""
+        """Remove the range and the factor, and disable the quantizer."""
         self.scale = self.zero_point = self.factor = self.codes = None
         self._modules.pop(_CALLS, None)
         self.enabled = self.dynamic = False
 
     def store(self, weight: Tensor) -> None:
-        """Store the weight as codes; from now on the operand that arrives is ignored."""
+        """Store the weight as integers; from now on the weight of a call is ignored."""
         assert self.scale is not None
         if self.codes is not None:
-            # A copy, as the plan that they are from makes other models.
+            # A copy, because the plan that they are from is used for other models.
             self.stored, self.codes = self.codes.to(weight.device, copy=True), None
         else:
             multiplied = self.multiplied(weight.detach().float())
@@ -310,13 +310,13 @@ class OperandQuantizer(nn.Module):
         if self.scale.dtype != self.stored_dtype and self.stored.numel() > _SLICE and not is_recorded():
             return self._in_slices(self.stored, self.scale)
         values = self._values_of(self.stored)
-        # An export would keep a conversion to the same type until its end, for each weight.
+        # An export would keep a conversion to the same type for each weight.
         return values if values.dtype == self.stored_dtype else values.to(self.stored_dtype)
 
     def rows(self, table: Any, ids: Tensor, lookup: Callable[[], Tensor]) -> Tensor | None:
-        """Return the rows [*, K] of a table that are asked for, the same bits as those of the whole table.
+        """Return only the rows [*, K] of a table that a lookup reads, with the same bits as the rounded table.
 
-        None where that has to be there: it has no scale a row, its range is watched, or the call is recorded.
+        None if the complete table is needed: it has no scale per row, its range is watched, or the call is recorded.
         """
         if not self.enabled or self.scale is None or self.axis != 0 or self.block_size is not None or is_recorded():
             return None
@@ -328,18 +328,18 @@ class OperandQuantizer(nn.Module):
             return None
         if self.frozen is not None:
             self.frozen.check(table)
-        found = lookup() if codes is None else functional.embedding(ids, codes)
-        flat, rows = ids.reshape(-1), found.reshape(ids.numel(), found.shape[-1])
+        read_rows = lookup() if codes is None else functional.embedding(ids, codes)
+        flat, rows = ids.reshape(-1), read_rows.reshape(ids.numel(), read_rows.shape[-1])
         if codes is None:
             rounded: Tensor = ops.fake_quantize(rows, self._scale_for(rows, flat), self.dtype, 0)
-            return rounded.reshape(found.shape)
-        read: Tensor = ops.dequantize(rows, _of_rows(self.scale, flat), self.dtype, 0).reshape(found.shape)
-        return read.to(table.dtype if self.stored is None else self.stored_dtype)
+            return rounded.reshape(read_rows.shape)
+        values: Tensor = ops.dequantize(rows, _of_rows(self.scale, flat), self.dtype, 0).reshape(read_rows.shape)
+        return values.to(table.dtype if self.stored is None else self.stored_dtype)
 
     def _in_slices(self, stored: Tensor, scale: Tensor) -> Tensor:
-        """Return ``dequantized()`` by slices along the first axis, so that no pass has a large weight in float32 whole.
+        """Return ``dequantized()`` in slices along the first axis, so that a large weight is never all in float32.
 
-        Memory of that size is new to the process at each pass, and takes longer to get than to fill.
+        Getting new memory of that size at each pass takes longer than filling it.
         """
         along = self.axis is not None and (self.axis % stored.dim() == 0) != (self.block_size is not None)
         if self.axis is not None and not along:
@@ -358,12 +358,12 @@ class OperandQuantizer(nn.Module):
         return weight if self.factor is None else weight / self._shaped_factor(weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Apply ``.to()`` and ``.half()``: codes, scale and factor change their device, but not their type.
+        """Apply ``.to()`` and ``.half()``: integers, scale and factor change their device, but not their type.
 
-        FP8 codes are no floats to convert; scale and factor describe the operand and are not part of the model.
+        FP8 values must not be converted; scale and factor describe the operand and are not part of the model.
         """
         stored, scale, factor = self.stored, self.scale, self.factor
-        # A cast makes new tensors, so that the frozen weight cannot be recognized any more.
+        # A cast makes new tensors, in which the frozen weight cannot be recognized.
         self.frozen = None
         try:
             if stored is not None:
@@ -384,25 +384,25 @@ class OperandQuantizer(nn.Module):
             self.moves = True
 
     def forward(self, x: Any) -> Any:
-        # In a sum that starts from the number 0 the first call gets a number.
+        # In a sum that starts from the number 0, the first call gets a number.
         if not self.enabled or self.handed_over or not isinstance(x, Tensor):
             return x
         if self.stored is not None:
             if self.frozen is not None:
                 self.frozen.check(x)
-            # A forward may cast its weight: what arrives has the type that the operation is to compute in.
-            weight = spread_as(self.dequantized(), x)
+            # A forward may cast its weight, so x has the type in which the operation computes.
+            weight = expanded_as(self.dequantized(), x)
             return weight if weight.dtype == x.dtype else weight.to(x.dtype)
         if self.codes is not None:
-            return spread_as(self._values_of(self.codes).to(x.dtype), x)
+            return expanded_as(self._values_of(self.codes).to(x.dtype), x)
         if self.is_weight:
-            # As in ``store``, the product of weight and factor is computed in float32, not in half precision.
+            # As in ``store``, weight and factor are multiplied in float32, not in half precision.
             rounded = self._rounded(x.float() if self.factor is not None else x).to(x.dtype)
             return laid_out(rounded) if self.contiguous else rounded
         return self._rounded(x)
 
     def _values_of(self, codes: Tensor) -> Tensor:
-        """Return the values [*] of codes [*], in the type of the scale."""
+        """Return the dequantized values [*] of integers [*], in the type of the scale."""
         assert self.scale is not None
         result: Tensor = ops.dequantize(codes, self.scale, self.dtype, self.axis, self.block_size)
         return result
@@ -410,12 +410,12 @@ class OperandQuantizer(nn.Module):
     def _rounded(self, x: Tensor) -> Tensor:
         x = self.multiplied(x)
         if _CALLS in self._modules:
-            # Those of calls have no factor.
+            # Quantizers of single calls have no factor.
             return self.of_call(current_call(self.site_path))._of_range(x)
         return self._of_range(x)
 
     def _of_range(self, x: Tensor) -> Tensor:
-        """Return x [*], multiplied by the factor already, rounded."""
+        """Return x [*], already multiplied by the factor, rounded."""
         if self.dynamic:
             dynamic: Tensor = fake_quantize_dynamic(x, self.dtype, self.block_size)
             return dynamic
@@ -428,7 +428,7 @@ class OperandQuantizer(nn.Module):
         return result
 
     def _scale_for(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Return the scale [*] with which x is rounded, with gradients if it trains; x may be some rows, by number."""
+        """Return the scale [*] for rounding x, with gradients if it is trained; ``rows``: x has only these rows."""
         assert self.scale is not None
         scale = self.scale if rows is None else _of_rows(self.scale, rows)
         if self.change is not None:
@@ -444,7 +444,7 @@ class OperandQuantizer(nn.Module):
         return x if self.factor is None else x * self._shaped_factor(x)
 
     def _shaped_factor(self, x: Tensor) -> Tensor:
-        """Return the factor [K] as [K, 1, ..], to be multiplied by x along its axis, in x's own dtype."""
+        """Return the factor [K] as [K, 1, ..] in the dtype of x, to multiply x along its axis."""
         assert self.factor is not None
         after = x.dim() - 1 - self.factor_axis % x.dim()
         return self.factor.to(x.dtype).reshape([-1] + [1] * after)
@@ -464,7 +464,7 @@ class OperandQuantizer(nn.Module):
 
 
 def is_recorded() -> bool:
-    """Return whether operators are recorded into a graph, by an export or a compiler."""
+    """Return whether an export or a compiler records operators into a graph."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
@@ -473,7 +473,7 @@ def _of_rows(scale: Tensor, rows: Tensor) -> Tensor:
 
 
 def _in_type_of(former: Tensor | None, moved: Tensor | None) -> Tensor | None:
-    """Return a tensor with the device after a cast and the type before it; meta tensors have no values."""
+    """Return a tensor after a cast with its new device and its former type; meta tensors have no values."""
     if former is None or moved is None or former.dtype == moved.dtype:
         return moved
     return former.to(moved.device)

@@ -1,8 +1,8 @@
-"""Calls of a proxy's modules, recorded in one pass and taken instead of computed in later ones.
+"""Module calls of a proxy that are recorded in one pass and reused in later ones.
 
-A call can be taken only if its output is its only effect. It is computed again if it has others: an argument or output
-that is neither a tensor nor a plain value (a cache), an argument that it changed in place, an attribute that it set on
-its module, or an output that was changed in place later.
+A call can be reused only if its output is its only effect. It is computed again in these cases: an argument or output
+is neither a tensor nor a plain value (such as a cache), it changed an argument in place, it set an attribute of its
+module, or its output was changed in place later.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RecordedCall:
-    """A module call that has ended, and whose output is its only effect.
+    """A completed module call whose output is its only effect.
 
     Attributes:
         output: its output.
         versions: the version counters of the output's tensors when it ended.
-        inside: the number of calls that it made, by module, its own included.
-        sites: the number of calls of sites that it made, by path, where these are counted.
+        inside: the number of calls that it made, by module, including itself.
+        sites: the number of calls of sites that it made, by path, if these are counted.
         time: the time of its end.
     """
 
@@ -43,23 +43,23 @@ class RecordedCall:
 
     @property
     def holds(self) -> bool:
-        """True if nothing changed the output since."""
+        """True if the output was not changed since."""
         return _versions(self.output) == self.versions
 
 
 class RecordedCalls:
-    """A context in which calls of a proxy's modules are recorded, and recorded ones taken; it may be entered again.
+    """A context that records and reuses calls of a proxy's modules; it may be entered again.
 
     It replaces ``forward`` of the modules, but not of the sites.
 
     Attributes:
         records: whether calls that end now are recorded.
-        time: the time of calls that end now, which the caller counts up, from 0.
-        until: calls that ended by this time are taken.
+        time: the time of calls that end now; the caller counts it up from 0.
+        until: calls that ended by this time are reused.
     """
 
     def __init__(self, proxy: nn.Module, *, outermost: bool = False) -> None:
-        """``outermost``: hold no calls inside of one that is recorded, which is then taken as a whole at any time."""
+        """Record calls of ``proxy``; with ``outermost``, drop calls inside of a recorded one."""
         self.records, self.time, self.until = True, 0, 0
         self._proxy, self._outermost = proxy, outermost
         self._calls: dict[tuple[nn.Module, int], RecordedCall] = {}
@@ -141,7 +141,7 @@ class RecordedCalls:
 
 
 def _plain(tree: Any) -> bool:
-    """Return whether a tree holds only plain values and tensors; torch counts no changes of inference tensors."""
+    """Return whether a tree has only plain values and tensors; inference tensors have no change counter."""
     return all(
         isinstance(leaf, _PLAIN) and not (isinstance(leaf, Tensor) and leaf.is_inference()) for leaf in leaves(tree)
     )
@@ -153,6 +153,6 @@ def _versions(tree: Any) -> list[int]:
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """Return the identities of what the module itself holds, and how often its tensors were changed in place."""
-    held = {**module._buffers, **module.__dict__}
-    return [{name: id(value) for name, value in held.items()}, _versions(list(held.values()))]
+    """Return the identities of a module's own attributes, and how often its tensors were changed in place."""
+    attributes = {**module._buffers, **module.__dict__}
+    return [{name: id(value) for name, value in attributes.items()}, _versions(list(attributes.values()))]

@@ -1,9 +1,7 @@
-"""Recurrent layers of torch in Python, whose products are sites.
+"""Recurrent layers of torch in Python, whose matrix multiplications are sites.
 
-Legend: as in ``numerics/recurrence.py``; x [T, B, I], hidden [B, P], cell [B, H], weights in torch's order.
-
-Legend: as above; D directions, which is 1 or 2. The arguments are those of torch's kernels, such as
-``torch.lstm``.
+Legend as in ``numerics/recurrence.py``; x [T, B, I], hidden [B, P], cell [B, H], weights in torch's order; D
+directions, 1 or 2. The arguments are those of torch's kernels, such as ``torch.lstm``.
 """
 
 from __future__ import annotations
@@ -36,12 +34,12 @@ class LayerWeights:
 
 
 class RecurrentLayer(nn.Module):
-    """One direction of one layer: a product with all inputs at once, then one with the hidden state in each step.
+    """One direction of one layer: one linear for all inputs, then one for the hidden state in each step.
 
     Attributes:
         kind: the name of its cell, of ``CELLS``.
         backward: whether it runs from the last step to the first.
-        weights: how many weights its recurrent product has.
+        weights: the number of elements of its recurrent weight.
         projects: whether hidden states are multiplied by a projection.
         is_cell: whether it is a cell, called with one step at a time.
     """
@@ -57,22 +55,22 @@ class RecurrentLayer(nn.Module):
         self.is_cell = is_cell
 
     def sites(self) -> list[Site]:
-        """Return its sites, in the order of its text."""
-        # Not self._modules: rewritten text does not see sites there.
+        """Return its sites, in the order of its source."""
+        # Not self._modules, because rewritten source does not see sites there.
         return [child for child in vars(self)["_modules"].values() if isinstance(child, Site)]
 
     def is_watched(self) -> bool:
-        """Return whether one of its sites rounds, observes or is judged, so that it has to run here."""
+        """Return whether a site is active or watched, so that the layer must run in Python."""
         return any(site.active or site.observer is not None or site.judge is not None for site in self.sites())
 
     def forward(self, x: Tensor, hidden: Tensor, cell: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the hidden states [T, B, P] of all steps, and both states after the last."""
+        """Return the hidden states [T, B, P] of all steps, and both states after the last step."""
         recorded = as_operator(self, x) if torch.compiler.is_exporting() else None
         if recorded is not None and recorded.at_run_time:
             return recorded.of_inputs(x, hidden, cell, weights)
-        given = input_product(x, weights.input, weights.input_bias)
+        inputs = input_product(x, weights.input, weights.input_bias)
         if recorded is not None:
-            return recorded.of_products(given, hidden, cell, weights)
+            return recorded.of_products(inputs, hidden, cell, weights)
 
         def recurrent(state: Tensor) -> Tensor:
             return recurrent_product(state, weights.hidden, weights.hidden_bias)
@@ -82,26 +80,26 @@ class RecurrentLayer(nn.Module):
             return recurrent_product(state, weights.projection)
 
         project = None if weights.projection is None else projected
-        return steps(self.kind, given, (hidden, cell), recurrent, project, backward=self.backward)
+        return steps(self.kind, inputs, (hidden, cell), recurrent, project, backward=self.backward)
 
 
 def as_operator(layer: Any, x: Tensor) -> RecordedLayer | None:
-    """Return a frozen layer as an operator; None if its one step is recorded as it is."""
-    # The text has a site for a projection also where there is none.
-    given, step, *projection = layer.sites() if layer.projects else layer.sites()[:2]
-    at_run_time = all(_at_run_time(site) for site in (given, step, *projection))
+    """Return a frozen layer as an operator; None if its single step is recorded as it is."""
+    # The source has a site for a projection even without one.
+    inputs, step, *projection = layer.sites() if layer.projects else layer.sites()[:2]
+    at_run_time = all(_at_run_time(site) for site in (inputs, step, *projection))
     if isinstance(x.shape[0], int) and x.shape[0] == 1 and not (at_run_time and layer.kind == "lstm"):
         return None
-    left = next((site for site in (given, step, *projection) if not (site.active and site.frozen)), None)
-    if left is not None:
+    in_float = next((site for site in (inputs, step, *projection) if not (site.active and site.frozen)), None)
+    if in_float is not None:
         raise ExportError(
-            f"{left.path} does not round and other products of its recurrent layer do, for which there is no graph: "
-            "exclude the whole layer, which leaves it float"
+            f"{in_float.path} is not quantized but other sites of its recurrent layer are, which cannot be exported: "
+            "exclude the complete layer to keep it in float"
         )
     return RecordedLayer(
         kind=layer.kind,
         backward=layer.backward,
-        given=given,
+        given=inputs,
         step=step,
         projection=projection[0] if projection else None,
         at_run_time=at_run_time,
@@ -114,16 +112,15 @@ def _at_run_time(site: Site) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedLayer:
-    """A layer to be recorded.
+    """A frozen layer that is exported as one operator.
 
     Attributes:
         kind: the name of its cell.
         backward: whether it runs from the last step to the first.
-        given: the site of its product with the inputs.
-        step: the site of its recurrent product.
-        projection: the site of its product with the projection; None if it has none.
-        at_run_time: whether ranges are taken at run time, for which the operator computes the product with the inputs,
-            too.
+        given: the site of the input weight.
+        step: the site of the recurrent weight.
+        projection: the site of the projection; None without one.
+        at_run_time: whether ranges are dynamic; the operator then also multiplies the inputs.
     """
 
     kind: str
@@ -134,7 +131,7 @@ class RecordedLayer:
     at_run_time: bool
 
     def of_inputs(self, x: Tensor, hidden: Tensor, cell: Tensor, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the layer does of x [T, B, I]."""
+        """Return the result of the layer for x [T, B, I]."""
         stored: list[Tensor] = []
         for site in (self.given, self.step):
             quantizer = site.quantizer_of("weight")
@@ -144,15 +141,15 @@ class RecordedLayer:
         bias = None
         if weights.input_bias is not None:
             bias = torch.cat([_shifted(self.given, weights.input_bias), _shifted(self.step, weights.hidden_bias)])
-        found: tuple[Tensor, Tensor, Tensor] = ops.dynamic_lstm(x, hidden, cell, *stored, bias, self.backward)
-        return found
+        result: tuple[Tensor, Tensor, Tensor] = ops.dynamic_lstm(x, hidden, cell, *stored, bias, self.backward)
+        return result
 
     def of_products(self, given: Tensor, hidden: Tensor, cell: Tensor, weights: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the layer does of its products with the inputs, [T, B, G]."""
+        """Return the result of the layer for its inputs multiplied by their weight, [T, B, G]."""
         rounded, weight = self.step.quantizer_of("input"), self.step.quantizer_of("weight")
         after = None if self.projection is None else self.projection.quantizer_of("input")
         projection = None if self.projection is None else self.projection.quantizer_of("weight")
-        found: tuple[Tensor, Tensor, Tensor] = ops.recurrence(
+        result: tuple[Tensor, Tensor, Tensor] = ops.recurrence(
             self.kind,
             given,
             hidden,
@@ -171,7 +168,7 @@ class RecordedLayer:
             None if after is None else after.zero_point,
             self.backward,
         )
-        return found
+        return result
 
 
 def _shifted(site: Site, bias: Tensor) -> Tensor:
@@ -182,7 +179,7 @@ _CELLS = {nn.LSTMCell: "lstm", nn.GRUCell: "gru"}
 
 
 def add_recurrences(model: nn.Module) -> None:
-    """Give each of torch's recurrent modules in a model a ``Recurrence``, which its rewritten ``forward`` calls."""
+    """Add a ``Recurrence``, which the rewritten ``forward`` calls, to each of torch's recurrent modules."""
     for module in list(model.modules()):
         if isinstance(module, nn.RNNBase | nn.RNNCellBase) and RECURRENCE not in module._modules:
             module.add_module(RECURRENCE, _made_for(module).train(module.training))
@@ -207,7 +204,7 @@ def _size(weight: Any) -> int:
 
 
 class Recurrence(nn.Module):
-    """The layers of a recurrent module, ``l0``, ``l0_reverse``, ``l1`` and so on; their parameters are the module's."""
+    """The layers of a recurrent module: ``l0``, ``l0_reverse``, ``l1`` and so on; the module owns their parameters."""
 
     def __init__(self, layers: dict[str, RecurrentLayer]) -> None:
         super().__init__()
@@ -219,13 +216,13 @@ class Recurrence(nn.Module):
         return [child for child in self._modules.values() if isinstance(child, RecurrentLayer)]
 
     def forward(self, kernel: Callable[..., Any], x: Tensor, states: Any, *args: Any) -> Any:
-        """Return what ``kernel(x, states, *args)`` does, with the layers in Python whose products are watched.
+        """Return the result of ``kernel(x, states, *args)``, with watched layers computed in Python.
 
         Args:
-            kernel: that of torch, for a whole sequence or for a cell.
-            x: [T, B, I] or [B, T, I]; of a cell [B, I].
-            states: [L D, B, P]; of an LSTM a tuple of them and [L D, B, H].
-            args: its further arguments.
+            kernel: torch's kernel, for a sequence or for a cell.
+            x: [T, B, I] or [B, T, I]; [B, I] for a cell.
+            states: [L D, B, P]; for an LSTM a tuple with also [L D, B, H].
+            args: the other arguments of the kernel.
         """
         layers = self.layers()
         if not any(layer.is_watched() for layer in layers):
@@ -255,14 +252,14 @@ class Recurrence(nn.Module):
         x = x.transpose(0, 1) if batch_first else x
         for start in range(0, len(layers), directions):
             part = slice(start, start + directions)
-            given, own = [state[part] for state in before], list(weights[start * each : (start + directions) * each])
+            initial, own = [state[part] for state in before], list(weights[start * each : (start + directions) * each])
             if any(layer.is_watched() for layer in layers[part]):
-                x, found = _in_python(layers[part], x, given, own, has_biases)
+                x, final = _in_python(layers[part], x, initial, own, has_biases)
             else:
-                first = given[0] if len(given) == 1 else tuple(given)
-                x, *rest = kernel(x, first, own, has_biases, 1, 0.0, train, bidirectional, False)
-                found = tuple(rest)
-            after.append(found)
+                first = initial[0] if len(initial) == 1 else tuple(initial)
+                x, *kernel_states = kernel(x, first, own, has_biases, 1, 0.0, train, bidirectional, False)
+                final = tuple(kernel_states)
+            after.append(final)
             if dropout and train and start + directions < len(layers):
                 x = functional.dropout(x, dropout)
         last = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*after, strict=True)]
@@ -272,22 +269,22 @@ class Recurrence(nn.Module):
 def _in_python(
     layers: Sequence[RecurrentLayer], x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the outputs [T, B, D P] of one layer, and its states [D, B, P] and [D, B, H] behind the last step."""
+    """Return the outputs [T, B, D P] of one layer, and its states [D, B, P] and [D, B, H] after the last step."""
     each = len(weights) // len(layers)
-    found = []
+    results = []
     for place, layer in enumerate(layers):
         own = weights[place * each : (place + 1) * each]
         biases = own[2:4] if has_biases else (None, None)
         named = LayerWeights(own[0], own[1], biases[0], biases[1], own[-1] if layer.projects else None)
-        found.append(layer(x, states[0][place], states[-1][place], named))
-    outputs, *after = zip(*found, strict=True)
-    kept = after if CELLS[layers[0].kind].has_cell else after[:1]
-    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-    return whole, tuple(torch.stack(state) for state in kept)
+        results.append(layer(x, states[0][place], states[-1][place], named))
+    outputs, *after = zip(*results, strict=True)
+    states_after = after if CELLS[layers[0].kind].has_cell else after[:1]
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+    return joined, tuple(torch.stack(state) for state in states_after)
 
 
 def _cell(layer: RecurrentLayer, x: Tensor, states: Any, weights: LayerWeights) -> Any:
-    """Return the states after one step: a tensor [B, H], of an LSTM a tuple of two."""
+    """Return the states after one step: a tensor [B, H], or a tuple of two for an LSTM."""
     hidden, cell = states if CELLS[layer.kind].has_cell else (states, states)
     _, hidden, cell = layer(x.unsqueeze(0), hidden, cell, weights)
     return (hidden, cell) if CELLS[layer.kind].has_cell else hidden

@@ -1,9 +1,8 @@
-"""A site: one call of a quantizable operation, as a child of the module whose code makes it.
+"""Sites and places: modules that the rewritten source calls in place of operations.
 
-A place: a call of an operation behind a convolution that an engine computes in integers along with it.
-
-Such a call quantizes no operand of its own. Where a target runs a convolution in integers only if its result is
-quantized, the place has a site for its own result.
+A site is a call of a quantizable operation. A place is a call of an operation after a convolution that an engine fuses
+with it, such as an activation function. A place has no quantized operands. If a target runs a convolution in integers
+only with a quantized result, the place has a site for its result.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ from quantizer.rewrite.operations import Operand, Operation, in_graphs, operatio
 from quantizer.rewrite.source_sites import SiteSource
 
 OUTPUT = "output"
-"""The operation of a site for the result of another call, and the name of that site in it."""
+"""The operation, and the name, of a site for the result of another call."""
 
 
 class ObservedPass(Protocol):
     """A pass of a proxy that is observed: it receives each call of a site or place."""
 
     def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor], ends: Tensor | None = None) -> None:
-        """Receive the operands, in the catalogue's order, None for a missing one; ``inside`` computes one more.
+        """Receive the operands in the catalogue's order, None for missing ones; ``inside`` computes one more.
 
-        ``ends`` are those of the groups of rows, for an operation that has groups.
+        ``ends`` are the ends of the groups of rows, for an operation with groups.
         """
 
     def after(self, site: Site, result: Any) -> None:
         """Receive the result of the float operation."""
 
     def enter(self, place: Place, values: list[Any]) -> None:
-        """Receive the tensors that a call of a place computes with, before it."""
+        """Receive the tensors of a call of a place, before the call."""
 
 
 class Observer(Protocol):
     """Observer of the passes of a proxy."""
 
     def pass_of(self, call: SourceCall) -> ObservedPass | None:
-        """Return the pass that a call is part of; None if a part of the model runs alone, which is no batch."""
+        """Return the pass of a call; None if a part of the model runs alone, which is not a batch."""
 
 
 class CallOverride(Protocol):
-    """A replacement of a site's calls, to compare their results under other ranges."""
+    """A function that makes a site's calls, to compare results with other ranges."""
 
     def __call__(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
         """Return the float result of ``function(*args, **keywords)``."""
@@ -68,7 +67,7 @@ def _same(value: Tensor) -> Tensor:
 
 
 _MAX_NORM = 3
-"""The place of ``max_norm`` among the arguments of a lookup."""
+"""Position of ``max_norm`` among the arguments of a lookup."""
 
 _FORMS: dict[tuple[str, str], Callable[..., Any]] = {
     ("operator", "matmul"): operator.matmul,
@@ -81,12 +80,12 @@ _FORMS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class SourceCall(nn.Module):
-    """The module that the rewritten source calls in place of an operation; it is no part of the user's model.
+    """A module that the rewritten source calls in place of an operation; it is not part of the user's model.
 
     Attributes:
-        source: the operation's place in the source.
+        source: the operation's position in the source.
         path: its name: the path of the host module and the name in the source.
-        observer: receives each call (None: no observer).
+        observer: receives each call; None: no observer.
     """
 
     def __init__(self, source: SiteSource, path: str) -> None:
@@ -107,33 +106,33 @@ class SourceCall(nn.Module):
         return operation(self.source.operation)
 
     def _function_of(self, args: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
-        """Return the function of a call of this module, and the arguments for it."""
+        """Return the function of a call of this module, and its arguments."""
         if self._implied is not None:
             return self._implied, list(args)
-        function, *rest = args
-        return function, rest
+        function, *function_args = args
+        return function, function_args
 
     def extra_repr(self) -> str:
         return f"{self.source.operation}, line {self.source.line}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without observer: copies and pickles have none."""
+        """Return the state without the observer, which copies and pickles do not have."""
         return {**super().__getstate__(), "observer": None}  # type: ignore[no-untyped-call]
 
 
 class Site(SourceCall):
-    """The module that the rewritten source calls in place of an operation, and that calls the operation.
+    """A module that the rewritten source calls in place of a quantizable operation, and that calls the operation.
 
-    While nothing is switched on, it only calls the original with the original arguments.
+    While all quantizers are off, it calls the original function with the original arguments.
 
     Attributes:
-        judge: makes each call instead of the site (None: the site does).
+        judge: makes each call instead of the site; None: the site does.
         active: whether at least one operand is rounded.
-        counts_calls: whether its calls are counted, as some operand has ranges of single calls.
+        counts_calls: whether its calls are counted, because some operand has ranges of single calls.
         frozen: whether its weights are stored as integers, so that the site cannot be trained.
-        quantizers: the names of the child modules that are its operand quantizers, in the catalogue's order.
-        bias_shift: float [C], added to the bias of each call whose operands are rounded, or [N, C] with one for each of
-            the calls that are told apart (None: nothing is).
+        quantizers: the names of its operand quantizers, which are child modules, in the catalogue's order.
+        bias_shift: float [C], added to the bias of each call with rounded operands, or [N, C] with one per call of a
+            pass; None: no shift.
     """
 
     def __init__(self, source: SiteSource, path: str) -> None:
@@ -147,7 +146,7 @@ class Site(SourceCall):
         self.quantizers = tuple(_quantizer_name(operand.name) for operand in entry.operands)
         for name in self.quantizers:
             self.add_module(name, OperandQuantizer())
-        # An operand without an argument is computed inside: to round it, the call is split into its products.
+        # An operand without an argument is computed inside. To round it, the call is split into matrix multiplications.
         self._fused = any(operand.index is None for operand in entry.operands)
         self._in_graphs = in_graphs(entry)
         self.register_buffer("bias_shift", None)
@@ -155,40 +154,40 @@ class Site(SourceCall):
 
     def quantizer(self, index: int) -> OperandQuantizer:
         """Return the quantizer of one operand."""
-        found = self._modules[self.quantizers[index]]
-        assert isinstance(found, OperandQuantizer)
-        return found
+        quantizer = self._modules[self.quantizers[index]]
+        assert isinstance(quantizer, OperandQuantizer)
+        return quantizer
 
     def quantizer_of(self, operand: str) -> OperandQuantizer:
         """Return the quantizer of the operand called ``operand``."""
         return self.quantizer([entry.name for entry in self.operation.operands].index(operand))
 
     def reset(self) -> None:
-        """Switch the site off, and remove the ranges of its operands and the shift of its bias."""
+        """Turn the site off, and remove the ranges of its operands and the shift of its bias."""
         self.active, self.counts_calls, self.bias_shift = False, False, None
         for index in range(len(self.quantizers)):
             self.quantizer(index).reset()
 
     def shift_of(self, call: int | None) -> Tensor | None:
-        """Return what is added to the bias in a call, float [C], by the number of the call in its pass."""
+        """Return the shift of the bias in a call, float [C], by the number of the call in its pass."""
         shift = self.bias_shift
         if shift is None or shift.dim() == 1:
             return shift
         return shift[call] if call is not None and 0 <= call < len(shift) else None
 
     def bias_of(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Return the bias among the arguments of a call; None if there is none."""
+        """Return the bias among the arguments of a call; None without one."""
         bias = self.operation.bias
         place = None if bias is None else _place(bias, args, keywords)
         return None if place is None else place[0][place[1]]
 
     @property
     def holds_shift(self) -> bool:
-        """Flag of a site whose calls may be given a bias that they lack: engines add that of a convolution for free."""
+        """True if calls without a bias may get one: engines add the bias of a convolution for free."""
         return self.operation.kind == "conv"
 
     def argument(self, index: int, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Return an operand of a call, which must be an argument; None if it is missing."""
+        """Return an operand that is an argument of a call; None if it is missing."""
         operand = self.operation.operands[index]
         assert operand.index is not None
         return args[operand.index] if operand.index < len(args) else keywords.get(operand.keyword or "")
@@ -205,30 +204,30 @@ class Site(SourceCall):
         return result.copy_(rounded)
 
     def of_result(self, result: Any) -> Any:
-        """Return the result of another call, rounded by this site if it is on."""
+        """Return the result of another call, rounded if this site is on."""
         return self._call(_same, result) if isinstance(result, Tensor) else result
 
     def _call(self, *args: Any, **keywords: Any) -> Any:
-        function, rest = self._function_of(args)
+        function, function_args = self._function_of(args)
         if self._in_graphs is not None and torch.compiler.is_compiling():
             function = self._in_graphs
         if self.counts_calls or self.judge is not None:
             count_call(self.path)
         if self.active:
-            return self._active(function, rest, keywords)
+            return self._active(function, function_args, keywords)
         if self.judge is not None:
-            return self.judge(self, function, rest, keywords)
+            return self.judge(self, function, function_args, keywords)
         observed = None if self.observer is None else self.observer.pass_of(self)
         if observed is None:
-            return function(*rest, **keywords)
-        inside = partial(observed_probabilities, rest, keywords)
-        observed.before(self, self._operands(rest, keywords), inside, self._ends(rest, keywords))
-        result = function(*rest, **keywords)
+            return function(*function_args, **keywords)
+        inside = partial(observed_probabilities, function_args, keywords)
+        observed.before(self, self._operands(function_args, keywords), inside, self._ends(function_args, keywords))
+        result = function(*function_args, **keywords)
         observed.after(self, result)
         return result
 
     def rounded(self, function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Return the result with those operands rounded whose quantizers are on; change no tensor of the caller."""
+        """Return the result with all enabled operands rounded; tensors of the caller do not change."""
         if self._fused:
             names = (operand.name for operand in self.operation.operands)
             return attention({name: self.quantizer_of(name) for name in names}, *args, **keywords)
@@ -246,7 +245,7 @@ class Site(SourceCall):
         if not self.source.in_place:
             return self.rounded(function, args, keywords)
         target = args[0]
-        self._round(args, keywords, kept=torch.is_grad_enabled())
+        self._round(args, keywords, copy_learned=torch.is_grad_enabled())
         if args[0] is not target and self.operation.name == "add":
             # The sum must be written to the caller's tensor, not to its rounded copy.
             return target.copy_(torch.add(*args, **keywords))
@@ -256,12 +255,12 @@ class Site(SourceCall):
         """Raise if the site is frozen and called in train mode with gradients."""
         if self.frozen and self.training and torch.is_grad_enabled():
             raise ProxyError(
-                f"{self.path}: this model is frozen, its weights are integers, and it is called in train mode with "
-                "gradients: train what qat(model) gives, then call quantize(model) again; to run it, call eval() first"
+                f"{self.path}: this model is frozen with integer weights and cannot be trained: train the proxy of "
+                "qat(model), then call quantize(model) again; to run the frozen model, call eval() first"
             )
 
     def _rows(self, function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor | None:
-        """Return what a lookup gives, without the rest of its rounded table; None where all of it is computed."""
+        """Return the result of a lookup from only the rows that it reads; None if the complete table is needed."""
         ids = args[0] if args else keywords.get("input")
         limited = (args[_MAX_NORM] if len(args) > _MAX_NORM else keywords.get("max_norm")) is not None
         if limited or not isinstance(ids, Tensor) or ids.is_nested:
@@ -276,22 +275,23 @@ class Site(SourceCall):
         ]
 
     def _ends(self, args: list[Any], keywords: dict[str, Any]) -> Any:
-        """Return the ends of the groups of rows; None if the operation, or the call, has no groups."""
+        """Return the ends of the groups of rows; None if the operation or the call has no groups."""
         grouped = self.operation.grouped
         place = None if grouped is None else _place(grouped, args, keywords)
         return None if place is None else place[0][place[1]]
 
-    def _round(self, args: list[Any], keywords: dict[str, Any], kept: bool = False) -> None:
+    def _round(self, args: list[Any], keywords: dict[str, Any], copy_learned: bool = False) -> None:
         """Replace the operands in ``args`` and ``keywords`` by the outputs of their quantizers.
 
-        ``kept``: copy the operands of learned scales first; backward needs their values, and the call overwrites one.
+        With ``copy_learned``, operands with learned scales are copied first, because backward needs their values and
+        the call overwrites one.
         """
         for position, operand in enumerate(self.operation.operands):
             quantizer = self.quantizer(position)
             place = _place(operand, args, keywords)
             if place is not None:
                 holder, key = place
-                needed = kept and quantizer.change is not None and isinstance(holder[key], Tensor)
+                needed = copy_learned and quantizer.change is not None and isinstance(holder[key], Tensor)
                 holder[key] = quantizer(holder[key].clone() if needed else holder[key])
         bias, shift = self.operation.bias, self.shift_of(current_call(self.path))
         if bias is None or shift is None:
@@ -308,12 +308,12 @@ class Site(SourceCall):
                 place[0][place[1]] = added
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without override: copies and pickles have none."""
+        """Return the state without the override, which copies and pickles do not have."""
         return {**super().__getstate__(), "judge": None}
 
 
 def _place(operand: Operand, args: Any, keywords: Any) -> tuple[Any, Any] | None:
-    """Return the arguments that hold an operand, and its index or name in them; None if the call has none."""
+    """Return the container of an operand's argument and its index or name in it; None if the call has none."""
     if operand.index is not None and operand.index < len(args):
         return args, operand.index
     return (keywords, operand.keyword) if operand.keyword is not None and operand.keyword in keywords else None
@@ -328,9 +328,9 @@ def _quantizer_name(operand: str) -> str:
 
 
 def move_beside_parameters(site: Site, proxy: nn.Module) -> None:
-    """Move the scales of a site to the device of its module's parameters, or of the first module around that has any.
+    """Move the scales of a site to the device of its module's parameters, or of the nearest module around with any.
 
-    A plan that was loaded lies on the CPU, and so do scales that training changed.
+    A loaded plan is on the CPU, and so are scales that training changed.
     """
     path = site.host_path
     nearest = next(proxy.get_submodule(path).parameters(), None)
@@ -342,49 +342,49 @@ def move_beside_parameters(site: Site, proxy: nn.Module) -> None:
 
 
 class Place(SourceCall):
-    """The module that the rewritten source calls in place of an operation that is no site."""
+    """A module that the rewritten source calls in place of an operation that is not a site."""
 
     @property
     def result_site(self) -> Site | None:
-        """The site of the result; None if there is none."""
-        found = self._modules.get(OUTPUT)
-        assert found is None or isinstance(found, Site)
-        return found
+        """The site of the result; None without one."""
+        site = self._modules.get(OUTPUT)
+        assert site is None or isinstance(site, Site)
+        return site
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        function, rest = self._function_of(args)
+        function, function_args = self._function_of(args)
         output = self.result_site
         if output is None:
-            return function(*rest, **keywords)
+            return function(*function_args, **keywords)
         observed = None if self.observer is None else self.observer.pass_of(self)
         if observed is not None:
-            observed.enter(self, rest)
-        result = self._computed(output, function, rest, keywords)
+            observed.enter(self, function_args)
+        result = self._computed(output, function, function_args, keywords)
         rounded = output.of_result(result)
         if rounded is result or not self.source.in_place:
             return rounded
         return result.copy_(rounded)
 
     def _computed(self, output: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
-        share = _SHARES.get(self.source.operation)
-        if share is None or not output.active or not output.quantizer(0).enabled:
+        gate = _GATES.get(self.source.operation)
+        if gate is None or not output.active or not output.quantizer(0).enabled:
             return function(*args, **keywords)
-        # An engine multiplies integers of both.
-        given, *rest = [*args, *keywords.values()]
-        result = given * _rounded_share(share(given))
-        return given.copy_(result) if any(rest) else result
+        # An engine multiplies the integers of both.
+        x, *flags = [*args, *keywords.values()]
+        result = x * _rounded_gate(gate(x))
+        return x.copy_(result) if any(flags) else result
 
 
-_SHARES: dict[str, Callable[[Tensor], Tensor]] = {
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.sigmoid,
     "hardswish": nn.functional.hardsigmoid,
     "mish": lambda x: torch.tanh(nn.functional.softplus(x)),
 }
-"""Operations that multiply x by a share of it, 0 to 1, and what computes the share."""
+"""Activation functions that multiply x by a gate from 0 to 1, with the function that computes the gate."""
 
 
-def _rounded_share(x: Tensor) -> Tensor:
-    """Return x [*], of 0 to 1, rounded to 255 steps."""
+def _rounded_gate(x: Tensor) -> Tensor:
+    """Return x [*], from 0 to 1, rounded to 255 levels."""
     scale = torch.tensor(1 / UINT8.qmax, dtype=torch.float32, device=x.device)
     zero_point = torch.zeros((), dtype=torch.uint8, device=x.device)
     rounded: Tensor = ops.fake_quantize(x, scale, UINT8.name, None, None, zero_point)
@@ -392,7 +392,7 @@ def _rounded_share(x: Tensor) -> Tensor:
 
 
 def add_output_sites(proxy: nn.Module, paths: Collection[str] | None = None) -> None:
-    """Give the convolutions, adds and places of a proxy a site for their results; those that have one keep it.
+    """Add a site for the result to the convolutions, adds and places of a proxy that have none.
 
     ``paths`` are the names of the sites to add; None: all.
     """

@@ -1,15 +1,11 @@
-"""Parameters as operands, also through a view: ``weight.t()`` is a weight, with its axes in another order.
+"""Weights: operands that are parameters, views of parameters, or computed from parameters and buffers alone.
 
-A view is recorded as data (an offset, a reshape, a permutation), so that a saved plan can apply it to a parameter. What
-is computed from parameters and buffers alone is a weight too, and so is its computation data.
+A view, such as ``weight.t()``, is recorded as data: an offset, a reshape and a permutation. A computation, such as
+weight normalization or a mask, is recorded as a list of torch operations with their arguments. So a weight has values
+without a call of the model: to choose its scale, to store it as integers, and to apply a loaded plan to another model.
 
-Computations of weights from parameters and buffers, as data: operations of torch with their arguments.
-
-So a weight that the model computes at each call (weight normalization, a mask) has values without a call of the model:
-to choose its scale, to store it as integers, and for another model of the same parameters, when a plan is loaded.
-
-A plan of a file is carried out as any other. So only operations of ``aten`` are taken that make new tensors or views of
-tensors, from tensors and numbers.
+A plan from a file may be malicious. Only ``aten`` operations that make new tensors or views, from tensors and numbers,
+are executed.
 """
 
 from __future__ import annotations
@@ -29,10 +25,10 @@ from quantizer.utils.fingerprint import TensorStamp
 from quantizer.utils.plain_values import json_values
 
 RANDOM = "with random numbers"
-"""Why a computation of random numbers cannot be repeated."""
+"""Why a computation with random numbers cannot be repeated."""
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-"""The values of torch that arguments may have, by how they are written."""
+"""Types of torch that arguments may have, by their name in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,7 @@ class Step:
     Attributes:
         operation: its name, such as ``aten.mul.Tensor``.
         arguments: JSON of a list: positional arguments and an object of keywords. A tensor is ``{"input": I}`` or
-            ``{"step": S, "output": O}``, a value of torch such as ``{"dtype": "float32"}``.
+            ``{"step": S, "output": O}``, a value of torch is such as ``{"dtype": "float32"}``.
     """
 
     operation: str
@@ -55,9 +51,9 @@ class Computation:
 
     Attributes:
         inputs: the paths of the parameters and buffers.
-        steps: the operations, in order; none: the first input is the tensor.
-        output: which result of the last step the tensor is.
-        buffers: the buffers among the inputs, with checksums of the values that they had in calibration.
+        steps: the operations, in order; empty: the tensor is the first input.
+        output: the index of the tensor among the results of the last step.
+        buffers: the buffers among the inputs, with checksums of their values in calibration.
     """
 
     inputs: tuple[str, ...]
@@ -68,39 +64,39 @@ class Computation:
     def with_buffers_of(self, inputs: Sequence[Tensor]) -> Computation:
         """Return the computation with the checksums of the buffers among its inputs."""
         named = zip(self.inputs, inputs, strict=True)
-        found = ((path, _checksum(value)) for path, value in named if not isinstance(value, nn.Parameter))
-        return replace(self, buffers=tuple(found))
+        checksums = ((path, _checksum(value)) for path, value in named if not isinstance(value, nn.Parameter))
+        return replace(self, buffers=tuple(checksums))
 
     def changed_buffers(self, module: nn.Module) -> list[str]:
-        """Return the paths of buffers that have other values in a module than they had in calibration."""
+        """Return the paths of buffers of a module with other values than in calibration."""
         tensors = named_tensors(module)
         return [path for path, checksum in self.buffers if path in tensors and _checksum(tensors[path]) != checksum]
 
     def of(self, inputs: Sequence[Tensor]) -> Tensor:
         """Return the tensor computed from its inputs, without gradients."""
-        made: list[Sequence[Any]] = [[value.detach() for value in inputs]]
+        results: list[Sequence[Any]] = [[value.detach() for value in inputs]]
         for step in self.steps:
-            made.append(_carried_out(step, made))
-        found = made[-1][self.output if self.steps else 0]
-        if not isinstance(found, Tensor):
-            raise ValueError(f"output {self.output} of {self.steps[-1].operation} is no tensor")
-        return found
+            results.append(_executed(step, results))
+        tensor = results[-1][self.output if self.steps else 0]
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"output {self.output} of {self.steps[-1].operation} is not a tensor")
+        return tensor
 
     def without_copies(self, inputs: Sequence[Tensor]) -> Computation:
-        """Return the computation with one entry along each axis that a step fills with copies of an entry.
+        """Return the computation with one entry along each axis that a step fills with copies.
 
-        So ``weight.expand(8, -1, -1)`` becomes ``weight.expand(1, -1, -1)``, whatever the size of the batch is. That
-        the result, broadcast, is still the tensor is for the caller to see.
+        So ``weight.expand(8, -1, -1)`` becomes ``weight.expand(1, -1, -1)`` for any batch size. The caller checks that
+        the broadcast result equals the tensor.
         """
-        made: list[Sequence[Any]] = [[value.detach() for value in inputs]]
+        results: list[Sequence[Any]] = [[value.detach() for value in inputs]]
         steps = []
         for step in self.steps:
             args, keywords = json_values(step.arguments)
             single = _COPIES.get(step.operation)
             if single is not None:
-                args = single(args, _tensors(args, made))
+                args = single(args, _tensors(args, results))
                 step = replace(step, arguments=json.dumps([args, keywords]))
-            made.append(_carried_out(step, made))
+            results.append(_executed(step, results))
             steps.append(step)
         return replace(self, steps=tuple(steps))
 
@@ -110,41 +106,41 @@ class Computation:
         return [tensors[path] for path in self.inputs]
 
     def plain(self) -> dict[str, Any]:
-        """Return the computation as plain values, to be saved."""
+        """Return the computation as plain values, for a file."""
         steps = [asdict(step) for step in self.steps]
         buffers = [list(pair) for pair in self.buffers]
         return {"inputs": list(self.inputs), "steps": steps, "output": self.output, "buffers": buffers}
 
     def faults(self) -> list[str]:
-        """Return what is wrong with a computation from a file."""
+        """Return the faults of a computation from a file."""
         if not self.inputs:
             return ["inputs: expected the name of a parameter or buffer"]
         for number, step in enumerate(self.steps):
             place = f"steps[{number}]"
             try:
                 _operation(step.operation)
-                given = json_values(step.arguments)
+                arguments = json_values(step.arguments)
             except ValueError as error:
                 return [f"{place}: {error}"]
-            if not isinstance(given, list) or [type(one) for one in given] != [list, dict]:
+            if not isinstance(arguments, list) or [type(each) for each in arguments] != [list, dict]:
                 return [f"{place}.arguments: expected a list and an object of keywords"]
         return []
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by path; one that is tied has several."""
+    """Return the parameters and buffers of a module by path, tied ones under each path."""
     named: Mapping[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
     return {**named, **dict(module.named_parameters(remove_duplicate=False))}
 
 
 def why_not_repeated(function: Any) -> str | None:
-    """Return why an operation that torch dispatched is no step of a computation; None if it can be one."""
+    """Return why a dispatched operation cannot be a step of a computation; None if it can."""
     if torch.Tag.nondeterministic_seeded in function.tags:
         return RANDOM
     if function._schema.is_mutable:
         return "and changed in place"
     if function.namespace != "aten":
-        return f"by {function.name()}, which is no operation of torch"
+        return f"by {function.name()}, which is not an operation of torch"
     return None
 
 
@@ -166,48 +162,48 @@ def plain_arguments(args: Any, keywords: Any, device: torch.device, plain_tensor
         for name, kind in _NAMED.items():
             if isinstance(value, kind):
                 return {name: str(value).removeprefix("torch.")}
-        raise TypeError(f"{type(value).__name__} cannot be written down")
+        raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
     return json.dumps([plain(args), {name: plain(value) for name, value in keywords.items()}])
 
 
-def _carried_out(step: Step, made: Sequence[Sequence[Any]]) -> Sequence[Any]:
-    """Return the results of a step, without gradients; ``made`` are the inputs and the results of the steps before."""
+def _executed(step: Step, results: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    """Return the results of a step without gradients, from the inputs and the results of earlier steps."""
     function, (args, keywords) = _operation(step.operation), json_values(step.arguments)
     try:
         with torch.no_grad():
             result = function(
-                *_tensors(args, made), **{name: _tensors(value, made) for name, value in keywords.items()}
+                *_tensors(args, results), **{name: _tensors(value, results) for name, value in keywords.items()}
             )
     except (IndexError, KeyError, RuntimeError, TypeError) as error:
-        place = f"steps[{len(made) - 1}]"
+        place = f"steps[{len(results) - 1}]"
         raise ValueError(f"{place}, {step.operation}: {str(error).splitlines()[0]}") from error
     return result if isinstance(result, (tuple, list)) else [result]
 
 
-def _one_expanded(args: list[Any], given: list[Any]) -> list[Any]:
-    """Return the arguments of ``expand`` with which no axis of length 1, and no new axis, gets longer."""
-    source, sizes = given[:2]
+def _one_expanded(args: list[Any], values: list[Any]) -> list[Any]:
+    """Return the arguments of ``expand`` without expansion of axes of length 1 and of new axes."""
+    source, sizes = values[:2]
     new = len(sizes) - source.dim()
-    kept = [1 if place < new or source.shape[place - new] == 1 else size for place, size in enumerate(sizes)]
-    return [args[0], kept, *args[2:]]
+    reduced = [1 if place < new or source.shape[place - new] == 1 else size for place, size in enumerate(sizes)]
+    return [args[0], reduced, *args[2:]]
 
 
-def _one_repeated(args: list[Any], given: list[Any]) -> list[Any]:
-    """Return the arguments of ``repeat`` with which no axis of length 1, and no new axis, gets longer."""
-    source, repeats = given[:2]
+def _one_repeated(args: list[Any], values: list[Any]) -> list[Any]:
+    """Return the arguments of ``repeat`` without repetition of axes of length 1 and of new axes."""
+    source, repeats = values[:2]
     new = len(repeats) - source.dim()
-    kept = [1 if place < new or source.shape[place - new] == 1 else count for place, count in enumerate(repeats)]
-    return [args[0], kept, *args[2:]]
+    reduced = [1 if place < new or source.shape[place - new] == 1 else count for place, count in enumerate(repeats)]
+    return [args[0], reduced, *args[2:]]
 
 
-def _one_viewed(args: list[Any], given: list[Any]) -> list[Any]:
-    """Return the arguments of ``view`` for a tensor that a step before has not filled with copies."""
-    source, sizes = given[:2]
+def _one_viewed(args: list[Any], values: list[Any]) -> list[Any]:
+    """Return the arguments of ``view`` for a tensor without the copies of earlier steps."""
+    source, sizes = values[:2]
     if -1 in sizes or (many := math.prod(sizes)) == source.numel() or source.numel() == 0 or many % source.numel():
         return args
     times = many // source.numel()
-    # The first axis that holds nothing but the copies, or else the first that holds them all.
+    # The first axis with only the copies, otherwise the first axis that contains all of them.
     places = sorted(range(len(sizes)), key=lambda place: (sizes[place] != times, place))
     place = next((place for place in places if sizes[place] % times == 0), None)
     if place is None:
@@ -216,8 +212,8 @@ def _one_viewed(args: list[Any], given: list[Any]) -> list[Any]:
 
 
 def _one_joined(args: list[Any], given: list[Any]) -> list[Any]:
-    """Return the arguments of ``stack`` or ``cat`` with one tensor in the place of the same one many times."""
-    return [args[0][:1], *args[1:]] if all(one == args[0][0] for one in args[0]) else args
+    """Return the arguments of ``stack`` or ``cat`` with a single tensor instead of copies of it."""
+    return [args[0][:1], *args[1:]] if all(each == args[0][0] for each in args[0]) else args
 
 
 _COPIES: dict[str, Callable[[list[Any], list[Any]], list[Any]]] = {
@@ -229,7 +225,7 @@ _COPIES: dict[str, Callable[[list[Any], list[Any]], list[Any]]] = {
     "aten._unsafe_view.default": _one_viewed,
     "aten.reshape.default": _one_viewed,
 }
-"""Operations that copy an entry along an axis, or lay out what does; each with what returns its arguments without."""
+"""Operations that copy an entry along an axis or reshape copies, and functions that remove the copies."""
 
 
 def _checksum(value: Tensor) -> int:
@@ -256,24 +252,24 @@ def _operation(name: str) -> Any:
     return found
 
 
-def _tensors(value: Any, made: Sequence[Sequence[Any]]) -> Any:
-    """Return arguments with the tensors and values of torch that stand in their JSON; ``made[0]`` are the inputs."""
+def _tensors(value: Any, results: Sequence[Sequence[Any]]) -> Any:
+    """Return the arguments in JSON with their tensors and values of torch; ``made[0]`` are the inputs."""
     if isinstance(value, list):
-        return [_tensors(item, made) for item in value]
+        return [_tensors(item, results) for item in value]
     if isinstance(value, str):
         raise TypeError(f"{value!r} is neither a tensor nor a number")
     if not isinstance(value, dict):
         return value
     if "input" in value:
-        return made[0][value["input"]]
+        return results[0][value["input"]]
     if "step" in value:
-        return made[1 + value["step"]][value["output"]]
+        return results[1 + value["step"]][value["output"]]
     if "number" in value:
         return float(value["number"])
     for name, kind in _NAMED.items():
         if name in value and isinstance(found := getattr(torch, str(value[name]), None), kind):
             return found
-    raise KeyError(f"{value} is no value of torch")
+    raise KeyError(f"{value} is not a value of torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,20 +291,22 @@ class WeightView:
 
 
 def laid_out(value: Tensor) -> Tensor:
-    """Return a tensor with the strides of a new one: with an axis of length 1, torch calls other strides contiguous
-    too, and kernels depend on the strides."""
+    """Return a contiguous tensor with the strides of a new one, on which kernels depend.
+
+    With an axis of length 1, torch also calls other strides contiguous.
+    """
     return value.contiguous().reshape(-1).reshape(value.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """An operand that is a parameter, or is computed from parameters and buffers alone.
+    """An operand that is a parameter, a view of one, or computed from parameters and buffers alone.
 
     Attributes:
-        parameters: the parameter, or all that the computation reads.
+        parameters: the parameter, or all inputs of the computation.
         paths: their paths; empty: no module registered the parameter.
-        view: the operand as a view of the parameter (None: it is the parameter itself, or computed).
-        computation: how the operand is computed (None: it is not).
+        view: the operand as a view of the parameter; None: it is the parameter itself, or computed.
+        computation: how the operand is computed; None: it is not computed.
     """
 
     parameters: tuple[Tensor, ...]
@@ -318,12 +316,12 @@ class Weight:
 
     @classmethod
     def computed(cls, computation: Computation, inputs: Sequence[Tensor]) -> Weight:
-        """Return the weight of a computation on these parameters and buffers, with the values that they have now."""
+        """Return the weight of a computation on these parameters and buffers, with their current values."""
         return cls(tuple(inputs), computation.inputs, computation=computation.with_buffers_of(inputs))
 
     @property
     def path(self) -> str | None:
-        """The path of the parameter, or of the largest one of a computation; None if no module registered it."""
+        """The path of the parameter, or of the largest input of a computation; None if no module registered it."""
         sizes = [value.numel() for value in self.parameters]
         return self.paths[sizes.index(max(sizes))] if self.paths else None
 
@@ -340,13 +338,13 @@ class Weight:
         return operand_of(self.parameters, self.view, self.computation)
 
     def is_same(self, other: Weight) -> bool:
-        """Return whether another weight is this one: of the same parameters, in the same way."""
-        # With other values of buffers it is another computation: a model may write into them.
+        """Return whether another weight has the same parameters, view and computation."""
+        # Other values of buffers make another computation, because a model may write into them.
         if self.view != other.view or self.computation != other.computation:
             return False
-        both = zip(self.parameters, other.parameters, strict=True)
-        # Proxies have buffers of their own.
-        return all(one is two or not isinstance(one, nn.Parameter) for one, two in both)
+        pairs = zip(self.parameters, other.parameters, strict=True)
+        # Proxies have their own buffers.
+        return all(first is second or not isinstance(first, nn.Parameter) for first, second in pairs)
 
 
 def operand_of(parameters: Sequence[Tensor], view: WeightView | None, computation: Computation | None) -> Tensor:
@@ -357,10 +355,9 @@ def operand_of(parameters: Sequence[Tensor], view: WeightView | None, computatio
 
 
 class Weights:
-    """The parameters of a model, to tell which operands are parameters or views of them.
+    """The parameters of a model, to find the operands that are parameters or views of them.
 
-    A view is recognized by the memory that it shares with a parameter. This works in every gradient mode, and for
-    ``.detach()`` and ``.data`` too.
+    A view shares memory with its parameter. This works in every gradient mode, and for ``.detach()`` and ``.data``.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
@@ -372,7 +369,7 @@ class Weights:
                 self._owners.setdefault(_storage(parameter), []).append(parameter)
 
     def find(self, value: object) -> Weight | None:
-        """Return the weight that an operand is; None if it is neither a parameter nor a contiguous part of one."""
+        """Return the weight of an operand; None if it is neither a parameter nor a contiguous part of one."""
         if isinstance(value, nn.Parameter):
             path = self._paths.get(id(value))
             return Weight((value,), () if path is None else (path,))
@@ -394,15 +391,15 @@ class Weights:
 
 
 def is_transformed(value: object) -> bool:
-    """Return whether a tensor is a wrapper inside ``torch.vmap`` or ``torch.func``, which has no memory of its own."""
+    """Return whether a tensor is a wrapper of ``torch.vmap`` or ``torch.func``, which has no memory of its own."""
     return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def non_finite(value: Tensor) -> str | None:
-    """Return the first of ``NaN``, ``inf`` and ``-inf`` that is in a weight [*]; None if all its values are finite."""
+    """Return ``NaN``, ``inf`` or ``-inf`` if a weight [*] contains it; None if all values are finite."""
     if value.is_meta or value.layout != torch.strided or value.numel() == 0 or not value.is_floating_point():
         return None
-    # torch has no aminmax of 8-bit floats.
+    # torch has no aminmax for 8-bit floats.
     low, high = (float(bound) for bound in torch.aminmax(_wide(in_memory_order(value.detach()))))
     if math.isnan(low) or math.isnan(high):
         return "NaN"
@@ -414,13 +411,13 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _storage(value: Tensor) -> int:
-    # The id of the storage: addresses are not unique, since empty tensors may share one.
+    # The id of the storage, because empty tensors may share an address.
     identity: int = value.untyped_storage()._cdata
     return identity
 
 
 def _view(parameter: nn.Parameter, value: Tensor) -> WeightView | None:
-    """Return ``value`` as a view of ``parameter`` or a part of it; None if it is not one with each element once."""
+    """Return ``value`` as a view of ``parameter`` or a part of it; None unless it has each element once."""
     offset = int(value.storage_offset() - parameter.storage_offset())
     inside = offset >= 0 and offset + value.numel() <= parameter.numel()
     if value.dtype != parameter.dtype or not inside or not parameter.is_contiguous():

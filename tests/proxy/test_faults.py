@@ -143,13 +143,17 @@ PROXY: Faults = [
         for kind in ("proxy", "calib", "quantize")
         for call in ("proxy", "calib", "amp", "quantize")
     ),
-    ("a part of a proxy", lambda: _plain().proxy(_plain().proxy(Mlp()).up), "site_forward_linear_0 belongs to a proxy"),
-    ("around a proxy", lambda: _plain().proxy(nn.Sequential(_plain().proxy(Mlp()))), "0 belongs to a proxy"),
-    ("no module", lambda: _plain().proxy({}), r"torch\.nn\.Module is needed, got dict"),
-    ("no module to calibrate", lambda: _plain().calib({}), r"torch\.nn\.Module is needed, got dict"),
+    (
+        "a part of a proxy",
+        lambda: _plain().proxy(_plain().proxy(Mlp()).up),
+        "linear_0 is already part of a proxy",
+    ),
+    ("around a proxy", lambda: _plain().proxy(nn.Sequential(_plain().proxy(Mlp()))), "0 is already part of a proxy"),
+    ("no module", lambda: _plain().proxy({}), r"torch\.nn\.Module, got dict"),
+    ("no module to calibrate", lambda: _plain().calib({}), r"torch\.nn\.Module, got dict"),
     ("a site's name", lambda: _proxy_with("site_forward_linear_0", 1), "site_forward_linear_0.*rename it"),
     ("no copy", lambda: _proxy_with("lock", threading.Lock()), "this Mlp cannot be copied.*lock.*__deepcopy__"),
-    ("its own copy", lambda: _plain().calib(nn.Sequential(Itself(32, 32))), "0 gives itself as its copy"),
+    ("its own copy", lambda: _plain().calib(nn.Sequential(Itself(32, 32))), "0 returns itself as its copy"),
     ("export of a simulation", _export_of_a_simulation, r"export\(\) takes the model that quantize\(\) returned"),
 ]
 SENSITIVITY: Faults = [

@@ -305,7 +305,7 @@ def test_a_choice_at_run_time_that_calibration_did_not_see_is_an_error() -> None
     frozen = make_calibrated(model, [X], backend="openvino").quantize(model)
     with torch.no_grad():
         frozen(X)
-        with pytest.raises(ProxyError, match=r"forward.linear_0.weight: .* the model picks it at run time"):
+        with pytest.raises(ProxyError, match=r"forward.linear_0.weight: .* the model selects it at run time"):
             frozen(X[:31])
 
 

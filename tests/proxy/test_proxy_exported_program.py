@@ -141,5 +141,5 @@ def test_direct_calls_of_aten_operators_are_sites() -> None:
 
 
 def test_what_is_neither_is_refused() -> None:
-    with pytest.raises(ProxyError, match=r"a torch\.nn\.Module is needed, got str"):
+    with pytest.raises(ProxyError, match=r"expected a torch\.nn\.Module, got str"):
         Quantizer().calibrate("model.pt2", [torch.ones(1)])

@@ -195,5 +195,5 @@ def test_a_loop_of_which_a_product_was_switched_off_by_hand_is_not_exported(tmp_
     q = _quantizer(model, x)
     frozen = q.quantize(model)
     next(iter(sites_of(frozen))).active = False
-    with pytest.raises(ExportError, match="input_product_0 does not round and other products of its recurrent layer"):
+    with pytest.raises(ExportError, match="input_product_0 is not quantized but other sites of its recurrent layer"):
         q.export(frozen, tmp_path / "model.onnx", (x,))

@@ -45,7 +45,7 @@ def test_a_weight_that_was_not_frozen_is_not_computed_with(picked: dict[str, int
     q.calibrate(model, [X])
     frozen = q.quantize(model)
     assert _sqnr(frozen(X), model(X)) > 30
-    with pytest.raises(ProxyError, match=r"is not the one that was frozen, .*: the model picks it at run time"):
+    with pytest.raises(ProxyError, match=r"is not the frozen one, .*: the model selects it at run time"):
         frozen(X, **picked)
     # Whoever casts or traces it computes with what was frozen, as ever.
     assert _sqnr(frozen.double()(X.double()), model(X)) > 30

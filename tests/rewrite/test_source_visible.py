@@ -344,7 +344,7 @@ def test_a_forward_that_is_no_function_is_reported() -> None:
 
     q = _check(Partial())
     reasons = [row.reason for row in q.coverage if row.kind == "source"]
-    assert reasons == ["its forward is a partialmethod and no function, so it stays as it is"]
+    assert reasons == ["its forward is a partialmethod, not a function, so it is not rewritten"]
 
 
 def test_properties_and_generators() -> None:

@@ -25,7 +25,7 @@ from quantizer.errors import SensitivityError
 from quantizer.proxy.eager_attention import as_recorded
 from quantizer.proxy.generated_classes import called_through
 from quantizer.proxy.model_sharing import LocalHook
-from quantizer.proxy.restored_state import Held, unmoved
+from quantizer.proxy.restored_state import SavedState, unmoved
 from quantizer.utils.batches import copied, on_own_tensors
 from quantizer.utils.distributed import all_gather_bytes, all_reduce_sum, get_world_size
 from quantizer.utils.progress import counted
@@ -126,16 +126,16 @@ class Measurement:
         # While it measures, sites round: a pass of another thread must wait.
         with self._lock:
             self._thread, self._inputs = threading.get_ident(), None
-            before = Held(proxy)
+            before = SavedState(proxy)
             # Copies, as the model may write into its inputs.
             result = on_own_tensors(run)()
             if self._inputs is not None:
-                after = Held(proxy)
+                after = SavedState(proxy)
                 try:
-                    before.put_back()
+                    before.restore()
                     self._measure(proxy, *self._inputs, result)
                 finally:
-                    after.put_back()
+                    after.restore()
                     self._inputs = None
             return result
 
