@@ -320,7 +320,7 @@ def test_mistakes() -> None:
         qat.setup_model_qat(bert())
     with qat:
         model = bert()
-        with pytest.raises(ProxyError, match=r"expected a torch\.nn\.Module, got int"):
+        with pytest.raises(ProxyError, match=r"a torch\.nn\.Module is needed, got int"):
             qat.setup_model_qat(3)  # type: ignore[arg-type]
         qat.setup_model_qat(model)
         with pytest.raises(ProxyError, match="is being calibrated already"):

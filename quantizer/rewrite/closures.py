@@ -1,4 +1,4 @@
-"""Objects that functions hold, in closure cells, ``__self__`` or arguments of a partial; copies that hold others."""
+"""Objects in closure cells, ``__self__`` and arguments of partials, and copies of functions with other objects."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_EMPTY = object()
+_UNBOUND = object()
 
 
 def cells(function: types.FunctionType) -> Iterator[Any]:
     """Yield the contents of a function's closure cells."""
     for cell in function.__closure__ or ():
         value = contents(cell)
-        if value is not _EMPTY:
+        if value is not _UNBOUND:
             yield value
 
 
 def held(value: Any) -> list[Any]:
-    """Return everything that a function, a method or a ``functools.partial`` leads to, itself included, each once."""
-    found: dict[int, Any] = {}
+    """Return all objects that a function, method or ``functools.partial`` reaches, including itself, each once."""
+    reached: dict[int, Any] = {}
     waiting = [value]
     while waiting:
         current = waiting.pop()
-        if id(current) not in found:
-            found[id(current)] = current
+        if id(current) not in reached:
+            reached[id(current)] = current
             waiting += _parts(current)
-    return list(found.values())
+    return list(reached.values())
 
 
 def rebound(value: Any, twin: Callable[[Any], Any], *, shared: bool = False) -> Any:
-    """Return a copy of a function, method or partial that holds ``twin(x)`` for each x that has one (None: none).
+    """Return a copy of a function, method or partial with ``twin(x)`` in place of each x whose twin is not None.
 
-    A value that leads to nothing with a twin is returned unchanged. ``shared``: the copy shares the closure cells of
-    all other values with the original, so that what one of them binds anew is new for both.
+    A value that reaches no such x is returned unchanged. ``shared``: the copy shares all other closure cells with the
+    original, so that a new binding in one of them applies to both.
     """
     clones: dict[int, Any] = {}
 
@@ -56,10 +56,10 @@ def rebound(value: Any, twin: Callable[[Any], Any], *, shared: bool = False) -> 
         return clone_function(part)
 
     def clone_function(function: types.FunctionType) -> types.FunctionType:
-        # Cells are filled after the clone is registered: a function may hold itself.
+        # Cells are filled after the clone is registered, because a function may contain itself.
         new_cells = tuple(
             old
-            if shared and (contents(old) is _EMPTY or all(twin(part) is None for part in held(contents(old))))
+            if shared and (contents(old) is _UNBOUND or all(twin(part) is None for part in held(contents(old))))
             else types.CellType()
             for old in function.__closure__ or ()
         )
@@ -74,7 +74,7 @@ def rebound(value: Any, twin: Callable[[Any], Any], *, shared: bool = False) -> 
             copied.__kwdefaults__ = {name: clone(value) for name, value in function.__kwdefaults__.items()}
         for old, new in zip(function.__closure__ or (), new_cells, strict=True):
             value = contents(old)
-            if value is not _EMPTY and new is not old:
+            if value is not _UNBOUND and new is not old:
                 new.cell_contents = clone(value)
         if hasattr(function, "__wrapped__"):
             copied.__wrapped__ = clone(function.__wrapped__)  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def rebound(value: Any, twin: Callable[[Any], Any], *, shared: bool = False) -> 
 
 
 def copy_attributes(original: types.FunctionType, function: types.FunctionType) -> None:
-    """Copy to ``function`` what ``original`` has besides its code, globals, defaults and closure."""
+    """Copy all attributes of ``original`` to ``function`` except code, globals, defaults and closure."""
     function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
     function.__annotations__ = dict(original.__annotations__)
     function.__doc__ = original.__doc__
@@ -109,4 +109,4 @@ def contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell: the name was never bound
-        return _EMPTY
+        return _UNBOUND

@@ -1,12 +1,11 @@
-"""Temporary patches of the constructors of imported modelling modules, which report each model that is built.
+"""Temporary patches of constructors of imported modules, which report each model that is built.
 
-While a ``patched`` block is open, the constructors of the module classes that the named files define report every
-outermost model that they build to the thread that opened the block. Nothing else changes: classes get no other methods,
-so models that exist already, and models that other threads build, are unaffected. A class that was imported by name is
-patched too, because the patch is on the class and not on the name. Leaving the block restores every class attribute
-exactly, also after an exception, when blocks are nested, and when one is entered twice.
+While a ``patched`` block is open, the constructors of module classes in the named files report every outermost model
+that they build, to the thread that opened the block. Existing models and models of other threads are not affected. The
+patch is on the class, so it also applies to classes imported by name. Leaving the block restores every class attribute,
+also after an exception and with nested blocks.
 
-The whole process shares torch's own classes, so only a block with ``everything`` patches them, while it is open. Such a
+The whole process shares torch's classes, so only a block with ``everything`` patches them, while it is open. Such a
 block also reports layers that are built alone, and classes that are defined meanwhile.
 """
 
@@ -25,7 +24,7 @@ from torch import nn
 from quantizer.errors import SourceError
 
 Source = str | types.ModuleType | type[nn.Module]
-"""A modelling module by name, as an object, or discovered from one of its classes."""
+"""A module by its name, as an object, or found from one of its classes."""
 
 _PRIVATE = ("torch", "quantizer")
 _LAYERS = "torch.nn.modules."
@@ -42,13 +41,19 @@ class _Building(threading.local):
 _BUILDING = _Building()
 _LOCK = threading.RLock()
 _PATCHED: dict[type, tuple[int, Any]] = {}
-"""By class: how many open blocks want it patched, and its own ``__init__`` from before (None: it had none)."""
-_MEANWHILE: list[list[type]] = []
-"""Of the open blocks that want everything, the classes that each has patched."""
+"""By class: the number of open blocks that patch it, and its own former ``__init__`` (None without one)."""
+_OPEN_CLASS_LISTS: list[list[type]] = []
+"""The classes that each open block with ``everything`` has patched."""
 
 
 class patched:
-    """Context manager that reports the models built inside it."""
+    """Context manager that reports the models built inside it.
+
+    Args:
+        sources: modules whose classes are patched; none: all imported modules.
+        built: called with each model.
+        everything: patch also torch's layers and new classes; only without ``sources``.
+    """
 
     def __init__(self, *sources: Source, built: Callable[[Any], None], everything: bool = False) -> None:
         self._modules = [module for source in sources for module in _modules_of(source)]
@@ -67,7 +72,7 @@ class patched:
             for cls in classes:
                 _patch(cls)
             if self._everything:
-                _hear_of_new_classes(classes)
+                _watch_new_classes(classes)
         self._entered.append(classes)
         _BUILDING.listeners.append(self._built)
         return self
@@ -77,7 +82,7 @@ class patched:
         with _LOCK:
             classes = self._entered.pop()
             if self._everything:
-                _hear_no_more(classes)
+                _stop_watching(classes)
             for cls in classes:
                 _restore(cls)
 
@@ -116,43 +121,43 @@ def _restore(cls: Any) -> None:
         cls.__init__ = own
 
 
-def _hear_of_new_classes(classes: list[type]) -> None:
-    """Patch module classes as they are defined, and add each to ``classes``."""
-    if not _MEANWHILE:
+def _watch_new_classes(classes: list[type]) -> None:
+    """Patch module classes when they are defined, and add each to ``classes``."""
+    if not _OPEN_CLASS_LISTS:
         base: Any = nn.Module
         base.__init_subclass__ = classmethod(_defined)
-    _MEANWHILE.append(classes)
+    _OPEN_CLASS_LISTS.append(classes)
 
 
-def _hear_no_more(classes: list[type]) -> None:
-    _MEANWHILE[:] = [others for others in _MEANWHILE if others is not classes]
-    if not _MEANWHILE:
+def _stop_watching(classes: list[type]) -> None:
+    _OPEN_CLASS_LISTS[:] = [others for others in _OPEN_CLASS_LISTS if others is not classes]
+    if not _OPEN_CLASS_LISTS:
         del nn.Module.__init_subclass__
 
 
 def _defined(cls: Any, /, **keywords: Any) -> None:
-    """Replace ``nn.Module.__init_subclass__``; torch defines none of its own."""
+    """Replace ``nn.Module.__init_subclass__``, which torch does not define."""
     super(nn.Module, cls).__init_subclass__(**keywords)
     with _LOCK:
-        for classes in _MEANWHILE if _is_wanted(cls) else ():
+        for classes in _OPEN_CLASS_LISTS if _is_wanted(cls) else ():
             _patch(cls)
             classes.append(cls)
 
 
 def _subclasses(cls: type) -> list[type]:
-    """Return all classes derived from one, each once."""
-    found: dict[type, None] = {}
+    """Return all classes derived from a class, each once."""
+    subclasses: dict[type, None] = {}
     waiting = [cls]
     while waiting:
         children: list[type] = type.__subclasses__(waiting.pop())
-        derived = [child for child in children if child not in found]
-        found.update(dict.fromkeys(derived))
+        derived = [child for child in children if child not in subclasses]
+        subclasses.update(dict.fromkeys(derived))
         waiting += derived
-    return list(found)
+    return list(subclasses)
 
 
 def _is_wanted(cls: type) -> bool:
-    """Return whether users build a class: a layer of torch, or a class that is neither torch's nor generated."""
+    """Return whether a class is a layer of torch, or neither torch's nor generated by this package."""
     if any(name.startswith("_quantizer") for name in vars(cls)):
         return False
     return cls.__module__.startswith(_LAYERS) or cls.__module__.partition(".")[0] not in _PRIVATE
@@ -169,8 +174,8 @@ def _modules_of(source: Source) -> list[types.ModuleType]:
         return [_allowed(source)]
     if isinstance(source, type) and issubclass(source, nn.Module):
         owners = [sys.modules[base.__module__] for base in source.__mro__ if issubclass(base, nn.Module)]
-        found = [module for module in owners if not _is_private(module)]
-        return found or [_allowed(owners[0])]
+        public_modules = [module for module in owners if not _is_private(module)]
+        return public_modules or [_allowed(owners[0])]
     raise SourceError(f"expected a module, its name, or a class derived from torch.nn.Module; got {source!r}")
 
 

@@ -1,4 +1,4 @@
-"""Search for quantizable calls in a parsed file."""
+"""Search for quantizable calls in the syntax tree of a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quantizer.rewrite.source_sites import Form, FunctionSource, HelperCall, Sit
 from quantizer.rewrite.text_edits import Edit, LineIndex, find_symbol
 
 _SYMBOLS = {"MatMult": b"@", "Add": b"+", "Mult": b"*"}
-_CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"})  # loop over a module's children
+_CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"})  # methods that yield children
 
 
 def find_functions(
@@ -29,7 +29,7 @@ def find_functions(
     codes: Mapping[tuple[str, int], types.CodeType] = types.MappingProxyType({}),
 ) -> dict[tuple[str, int], FunctionSource]:
     """Return all module-level functions and all methods of a file, by key."""
-    found: dict[tuple[str, int], FunctionSource] = {}
+    functions: dict[tuple[str, int], FunctionSource] = {}
     for qualname, node, owner in functions_in(tree):
         source = function_source(node, qualname, owner, index)
         unlive = why_not_live(node)
@@ -40,8 +40,8 @@ def find_functions(
         if unlive is None and source.key in codes:
             source.live = live_edits(node, index, namespace, {*finder.scope.locals, *codes[source.key].co_freevars})
         finder.run()
-        found[source.key] = source
-    return found
+        functions[source.key] = source
+    return functions
 
 
 class _Finder(ast.NodeVisitor):
@@ -73,11 +73,11 @@ class _Finder(ast.NodeVisitor):
         self._first = arguments[0].arg if owner is not None and arguments else source.host
 
     def run(self) -> None:
-        """Visit the body (not the decorators or defaults, which run at definition)."""
+        """Visit the body, but not decorators and defaults, which run at definition."""
         for statement in self.node.body:
             self.visit(statement)
 
-    # -- what changes the state ------------------------------------------------------------------------------------
+    # -- nodes that change the state -------------------------------------------------------------------------------
 
     def generic_visit(self, node: ast.AST) -> None:
         self.depth += 1
@@ -104,7 +104,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
         self.blocked = before
 
-    # -- what is recorded ------------------------------------------------------------------------------------------
+    # -- nodes that are recorded -----------------------------------------------------------------------------------
 
     def visit_Name(self, node: ast.Name) -> None:
         if node.id not in self.scope.locals:
@@ -128,7 +128,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         if isinstance(node.ctx, ast.Load):
-            self._note_item(node, node.value)
+            self._record_item(node, node.value)
         else:
             # A write must reach the module's own dictionary.
             self.known.add(id(node.value))
@@ -145,11 +145,11 @@ class _Finder(ast.NodeVisitor):
             self._record_method(node, node.func, METHODS[node.func.attr])
         else:
             if isinstance(node.func, ast.Attribute) and node.func.attr == "get":
-                self._note_item(node, node.func.value)
-            self._note_helper(node.func)
+                self._record_item(node, node.func.value)
+            self._record_helper(node.func)
             if hands_on(called) or (isinstance(node.func, ast.Name) and node.func.id == "map"):
                 for argument in node.args:
-                    self._note_helper(argument)
+                    self._record_helper(argument)
             if isinstance(node.func, ast.Attribute) and node.func.attr in _CHILDREN:
                 self._hide_sites(node)
             elif self.source.is_method and is_fast_path_switch(called):
@@ -157,7 +157,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _may_be_of_tensor(self, node: ast.Call, func: ast.Attribute) -> bool:
-        """Return whether a call is a method of the catalogue, and not one of a module or a set by the same name."""
+        """Return whether a call may be a ``Tensor`` method of the catalogue, not a function of a module or set."""
         if func.attr not in METHODS or id(node) in self.known or is_own(func.value, self._first):
             return False
         return not isinstance(self.scope.resolve(func.value), types.ModuleType)
@@ -165,7 +165,7 @@ class _Finder(ast.NodeVisitor):
     def visit_Expr(self, node: ast.Expr) -> None:
         called = node.value.func if isinstance(node.value, ast.Call) else None
         if isinstance(called, ast.Attribute) and called.attr == "add" and not operation_of(self.scope.resolve(called)):
-            # A call whose result is unused adds to a set; it is no sum.
+            # ``add`` with an unused result adds to a set.
             self.known.add(id(node.value))
         self.generic_visit(node)
 
@@ -183,7 +183,7 @@ class _Finder(ast.NodeVisitor):
             self._record_inplace(node, operator)
         self.generic_visit(node)
 
-    def _note_helper(self, func: ast.expr) -> None:
+    def _record_helper(self, func: ast.expr) -> None:
         """Record ``f(a)``, which may become ``_quantizer_lend(f, host)(a)``."""
         if isinstance(func, ast.Attribute) and is_own(func.value, self._first):
             # Python mangles the private names of a class.
@@ -193,19 +193,19 @@ class _Finder(ast.NodeVisitor):
         else:
             target, of_class = self.scope.global_name(func), False
         if target is not None:
-            self._note(func, func, self.depth + 1, target=target, of_class=of_class)
+            self._record_host_call(func, func, self.depth + 1, target=target, of_class=of_class)
 
-    def _note_item(self, node: ast.expr, registry: ast.expr) -> None:
+    def _record_item(self, node: ast.expr, registry: ast.expr) -> None:
         """Record ``FUNCTIONS[name]``, which may become ``_quantizer_lend(FUNCTIONS[name], host)``."""
         if (target := self.scope.global_name(registry)) is not None:
-            self._note(node, registry, self.depth, target=target, item=True)
+            self._record_host_call(node, registry, self.depth, target=target, item=True)
 
-    def _note(self, node: ast.expr, named: ast.expr, depth: int, **what: Any) -> None:
+    def _record_host_call(self, node: ast.expr, named: ast.expr, depth: int, **fields: Any) -> None:
         if self.blocked is not None or self.source.host is None:
             return
         self.known.add(id(named))
         edits = self.index.around(node, f"{PASS_HOST}(", f", {self.source.host})", depth)
-        self.source.calls.append(HelperCall(edits=edits, **what))
+        self.source.calls.append(HelperCall(edits=edits, **fields))
 
     def _wrap_view(self, node: ast.expr, before: str, behind: str = ")") -> None:
         if self.blocked is None:
@@ -236,7 +236,7 @@ class _Finder(ast.NodeVisitor):
             return
         inner: tuple[Edit, ...] = (Edit.replacing(opening, 1, ", "),)
         if entry.equation and reason is None and len(node.args) == 2:
-            # Both operands stand in one list: ``f(e, (a, b))`` becomes ``host.site(f, e, *(a, b))``.
+            # Both operands are in one list: ``f(e, (a, b))`` becomes ``host.site(f, e, *(a, b))``.
             comma = find_symbol(self.index.data, b",", self.index.end(node.args[0]), self.index.start(node.args[1]))
             assert comma is not None
             spaced = self.index.data[comma + 1 : comma + 2] == b" "
@@ -257,7 +257,7 @@ class _Finder(ast.NodeVisitor):
         self._record(entry, "method", node, (Edit.replacing(dot, len(between), ", "),), closed=True)
 
     def _record_inplace(self, node: ast.AugAssign, operator: str) -> None:
-        """Record ``x += y``, which becomes ``x = host.site(x, y)``; the site works in place, so aliases stay true."""
+        """Record ``x += y``, which becomes ``x = host.site(x, y)``; the site works in place, so aliases stay valid."""
         entry = OPERATORS[operator]
         if not isinstance(node.target, ast.Name) or node.target.id not in self.scope.locals:
             owner = "a global" if isinstance(node.target, ast.Name) else "an attribute or an item"
@@ -282,7 +282,7 @@ class _Finder(ast.NodeVisitor):
         reason: str | None = None,
         closed: bool = False,
     ) -> None:
-        """Record a site whose text is wrapped. ``closed``: the expression already ends with its own parenthesis."""
+        """Record a site whose text is wrapped; ``closed``: the expression already ends with its own parenthesis."""
         site = self._site(self._next_name(entry), entry, form, node)
         edits = (Edit.opening(self.index.start(node), f"{self.source.host}.{site.attribute}(", self.depth), *inner)
         if not closed:
@@ -297,8 +297,8 @@ class _Finder(ast.NodeVisitor):
     def _site(self, name: str, entry: Operation, form: Form, node: ast.expr | ast.stmt) -> SiteSource:
         called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
         counts = isinstance(node, ast.Call) and entry.kind == "residual_add" and any(map(is_literal, node.args))
-        made = SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno, called=called)
-        return replace(made, counts=counts, equation=self.scope.text_of_first(node) if entry.equation else "")
+        site = SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno, called=called)
+        return replace(site, counts=counts, equation=self.scope.text_of_first(node) if entry.equation else "")
 
     def _append(self, site: SiteSource, edits: tuple[Edit, ...], reason: str | None) -> None:
         reason = reason or self.blocked or self.source.why_no_host

@@ -1,8 +1,8 @@
-"""Host argument: functions without a module argument get the module that holds their sites.
+"""The host argument: functions without a module argument get the module that has their sites.
 
-``def attend(q, k)`` becomes ``def attend(q, k, *, _quantizer_host)``, and in a rewritten caller ``attend(q, k)``
-becomes ``_quantizer_lend(attend, self)(q, k)``. The original function keeps its name and its place: code that passes it
-on as a value, or patches the name later, gets the original; only calls in rewritten text pass the host.
+``def attend(q, k)`` becomes ``def attend(q, k, *, _quantizer_host)``. In a rewritten caller, ``attend(q, k)`` becomes
+``_quantizer_lend(attend, self)(q, k)``. The original function keeps its name and place: code that passes it on as a
+value, or patches the name later, uses the original. Only calls in rewritten source pass the host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quantizer.rewrite.names import FunctionNode
 from quantizer.rewrite.source_sites import FunctionSource
 from quantizer.rewrite.text_edits import Edit, LineIndex, first_line
 
-# Names in rewritten text that no user writes.
+# Names in rewritten source, which must not collide with names of users.
 HOST = "_quantizer_host"
 PASS_HOST = "_quantizer_lend"
 VISIBLE = "_quantizer_visible"
@@ -35,28 +35,28 @@ WRITTEN_CLASS = "_quantizer_written_class"
 RECURRENT = "_quantizer_recurrent"
 
 WRITTEN = "_quantizer_original_class"
-"""The attribute of a generated class that says which class its author wrote."""
+"""Attribute of a generated class with the class that its author wrote."""
 
 RECURRENCE = "recurrence"
-"""The name of the child of a recurrent module that runs its layers in Python."""
+"""Name of the child of a recurrent module that runs its layers in Python."""
 
 EAGER = "_quantizer_eager"
-"""The attribute of a module whose fused paths run as separate products, so that their sites are met."""
+"""Attribute of a module whose fused paths run as separate matrix multiplications, so that their sites are called."""
 
 RECORDED = "_quantizer_recorded"
-"""The attribute of a module that says whether it computes as with gradients; absent: if they are recorded."""
+"""Attribute of a module that sets whether it computes as with recorded gradients; absent: the gradient mode decides."""
 
 HOSTS = "_quantizer_hosts"
-"""The attribute of a generated class that says which sites its instances hold: a frozenset of marks."""
+"""Attribute of a generated class with the marks of the sites of its instances, a frozenset."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wrapped:
-    """A rewritten function that needs a host, inside of wrappers that may not hand a keyword on to it.
+    """A rewritten function that needs a host, inside of wrappers that may not pass keywords on.
 
     Attributes:
-        wrapper: the outermost wrapper, as it was written.
-        inner: the function in it, as it was written.
+        wrapper: the original outermost wrapper.
+        inner: the original function in it.
         rewritten: the rewritten function, which takes the host as ``HOST``.
     """
 
@@ -65,34 +65,34 @@ class Wrapped:
     rewritten: types.FunctionType
 
     def to(self, host: Any) -> Callable[..., Any]:
-        """Return the wrappers around the rewritten function with its host bound; they see no other arguments."""
-        known = vars(host).get(_BOUND)
-        if known is None or known.host is None or known.host() is not host:
-            known = vars(host)[_BOUND] = _BoundTo(weakref.ref(host))
-        if self not in known.functions:
-            known.functions[self] = self._made(known.host)
-        found: Callable[..., Any] = known.functions[self]
-        return found
+        """Return the wrappers around the rewritten function with its host bound; they get no other arguments."""
+        bound = vars(host).get(_BOUND)
+        if bound is None or bound.host is None or bound.host() is not host:
+            bound = vars(host)[_BOUND] = _BoundTo(weakref.ref(host))
+        if self not in bound.functions:
+            bound.functions[self] = self._rebound_to(bound.host)
+        function: Callable[..., Any] = bound.functions[self]
+        return function
 
-    def _made(self, host: weakref.ref[Any]) -> Callable[..., Any]:
+    def _rebound_to(self, host: weakref.ref[Any]) -> Callable[..., Any]:
         rewritten = self.rewritten
 
         @functools.wraps(self.inner)
         def bound(*args: Any, **keywords: Any) -> Any:
             return rewritten(*args, **keywords, **{HOST: host()})
 
-        made: Callable[..., Any] = rebound(
+        wrapped: Callable[..., Any] = rebound(
             self.wrapper, lambda value: bound if value is self.inner else None, shared=True
         )
-        return made
+        return wrapped
 
 
 _BOUND = "_quantizer_bound"
-"""The attribute of a module with the wrapped functions that it has called."""
+"""Attribute of a module with the wrapped functions that it has called."""
 
 
 class _BoundTo:
-    """Wrapped functions that are bound to one module; none in copies and pickles of the module."""
+    """Wrapped functions that are bound to one module; copies and pickles of the module have none."""
 
     def __init__(self, host: weakref.ref[Any] | None = None) -> None:
         self.host = host
@@ -106,48 +106,48 @@ class _BoundTo:
 
 
 Receivers = dict[types.FunctionType, tuple[tuple[Callable[..., Any] | Wrapped, str | None, bool], ...]]
-"""By original function, each variant of it: the rewritten function, the mark of a site that its host holds (None: any
-host will do), and whether it takes the host as ``HOST`` (else as an argument of its own, as it always did)."""
+"""Variants by original function: the rewritten function, the mark of a site that its host must have (None: any host),
+and whether it takes the host as ``HOST``, or as one of its own arguments."""
 
 
 def pass_host(receivers: Receivers) -> Callable[[Any, Any], Any]:
-    """Return the function that rewritten text calls ``_quantizer_lend``."""
+    """Return the function that rewritten source calls as ``_quantizer_lend``."""
 
     def variant(function: types.FunctionType, host: Any) -> tuple[Callable[..., Any] | Wrapped, bool] | None:
-        held = getattr(type(host), HOSTS, ())
+        marks = getattr(type(host), HOSTS, ())
         for rewritten, mark, takes_host in receivers.get(function, ()):
-            if mark is None or mark in held:
+            if mark is None or mark in marks:
                 return rewritten, takes_host
         return None
 
     def pass_host(function: Any, host: Any) -> Any:
         """Return ``function`` with ``host`` bound to it if it needs one and the host has its sites."""
-        # isinstance and not getattr: with getattr(function, "__func__") Dynamo took another branch than Python.
+        # isinstance instead of getattr, with which Dynamo took another branch than Python.
         if isinstance(function, types.MethodType) and isinstance(function.__func__, types.FunctionType):
-            found = variant(function.__func__, host)
-            return _bound(found[0], host, function.__self__) if found and found[1] else function
-        found = variant(function, host) if isinstance(function, types.FunctionType) else None
-        if found is None:
+            match = variant(function.__func__, host)
+            return _bound(match[0], host, function.__self__) if match and match[1] else function
+        match = variant(function, host) if isinstance(function, types.FunctionType) else None
+        if match is None:
             return function
-        return _bound(found[0], host) if found[1] else found[0]
+        return _bound(match[0], host) if match[1] else match[0]
 
     return pass_host
 
 
 def _bound(function: Callable[..., Any] | Wrapped, host: Any, *first: Any) -> Callable[..., Any]:
-    """Return ``function`` with its host and first arguments bound; it keeps its name, which torch.export reads."""
+    """Return ``function`` with its host and first arguments bound; it keeps its name for torch.export."""
     if isinstance(function, Wrapped):
         return functools.partial(function.to(host), *first) if first else function.to(host)
-    made = functools.partial(function, *first, **{HOST: host})
+    bound = functools.partial(function, *first, **{HOST: host})
     if not torch.compiler.is_dynamo_compiling():
-        vars(made)["__name__"] = function.__name__
-    return made
+        vars(bound)["__name__"] = function.__name__
+    return bound
 
 
 def guarded(rewritten: types.FunctionType, original: types.FunctionType, host: str, mark: str) -> types.FunctionType:
-    """Return a helper with a module argument that runs rewritten for modules with its sites, and as written for others.
+    """Return a helper that runs rewritten for modules with its sites, and unchanged for other modules.
 
-    The name of an argument shows that it is a module, and not whose code calls: ``run(self.child, x)``.
+    The name of an argument shows that it is a module, but not that the caller is that module: ``run(self.child, x)``.
     """
 
     @functools.wraps(rewritten)
@@ -160,7 +160,7 @@ def guarded(rewritten: types.FunctionType, original: types.FunctionType, host: s
 
 
 def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
-    """Return the function that rewritten text calls ``_quantizer_visible``: it leaves ``hidden`` children out."""
+    """Return the function that rewritten source calls as ``_quantizer_visible``, which skips ``hidden`` children."""
 
     def is_hidden(item: Any) -> bool:
         return isinstance(item[1] if isinstance(item, tuple) and len(item) == 2 else item, hidden)
@@ -179,33 +179,33 @@ def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
 
 
 def as_written(cls: Any) -> Any:
-    """Return the class that an author wrote, of a generated one; ``_quantizer_written_class`` in rewritten text."""
+    """Return the class that an author wrote for a generated class; ``_quantizer_written_class`` in rewritten source."""
     original = getattr(cls, WRITTEN, None)
     return cls if original is None else original
 
 
 def takes_apart(host: Any) -> bool:
-    """Return whether fused attention runs as separate products; ``_quantizer_takes_apart`` in rewritten text."""
+    """Return whether fused attention runs as separate operations; ``_quantizer_takes_apart`` in rewritten source."""
     return bool(getattr(host, EAGER, False))
 
 
 def recurrent(host: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs the recurrence of ``host``; ``_quantizer_recurrent`` in rewritten text."""
+    """Return the function that runs the recurrence of ``host``; ``_quantizer_recurrent`` in rewritten source."""
     layers = host._modules.get(RECURRENCE)
     return functools.partial(layers, kernel) if layers is not None and takes_apart(host) else kernel
 
 
 def hands_on(function: Any) -> bool:
-    """Return whether a function is known to only call the functions that it is given."""
+    """Return whether a function only calls the functions that it gets as arguments."""
     if function is functools.partial:
         return True
     name = (getattr(function, "__module__", None), getattr(function, "__name__", None))
-    # Under a torch function mode, such as that of torch.export, functions of torch call themselves through the second.
+    # In a torch function mode, such as that of torch.export, torch's functions call themselves through the second.
     return name in {("torch.utils.checkpoint", "checkpoint"), ("torch.overrides", "handle_torch_function")}
 
 
 def function_source(node: FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:
-    """Return the facts about a function before its body is searched; ``owner`` is the class around it."""
+    """Return the facts about a function before the search of its body; ``owner`` is the class around it."""
     host, why = _host_and_reason(node, owner is not None)
     host_is_argument = host == HOST
     parameter = _host_parameter(node, index) if host_is_argument else None
@@ -220,7 +220,7 @@ def function_source(node: FunctionNode, qualname: str, owner: str | None, index:
 
 
 def _host_and_reason(node: FunctionNode, in_class: bool) -> tuple[str | None, str | None]:
-    """Return the argument that holds the module, ``HOST`` if callers must pass it, or the reason why there is none."""
+    """Return the argument that is the module, ``HOST`` if callers must pass it, or the reason why there is none."""
     host = _own_host(node, in_class)
     names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
     if host is None:
@@ -246,7 +246,7 @@ def _own_host(node: FunctionNode, in_class: bool) -> str | None:
 
 
 def _host_parameter(node: FunctionNode, index: LineIndex) -> Edit:
-    """Return the edit that adds the keyword-only argument ``HOST`` to a ``def``, whatever its signature."""
+    """Return the edit that adds the keyword-only argument ``HOST`` to a ``def`` with any signature."""
     arguments = node.args
     if arguments.kwonlyargs:
         return Edit.opening(index.start(arguments.kwonlyargs[0]), f"{HOST}, ", 0)
@@ -255,7 +255,7 @@ def _host_parameter(node: FunctionNode, index: LineIndex) -> Edit:
     base = index.start(node)
     last, last_end = "(", base
     for text, start, end in _signature(index.data[base : index.start(node.body[0])].decode()):
-        # The tree does not give the place of the two stars, nor of the closing parenthesis.
+        # The syntax tree has no positions of the two stars and of the closing parenthesis.
         if text == "**" and arguments.kwarg is not None:
             last, last_end = text, base + start
         elif arguments.kwarg is not None and last == "**" and base + start == index.start(arguments.kwarg):

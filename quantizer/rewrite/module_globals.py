@@ -1,8 +1,7 @@
-"""Synthetic modules: the globals of rewritten functions.
+"""Synthetic modules, which contain the globals of rewritten functions.
 
-Padding in the output of torch's encoder, for one whose layers run on padded and not on nested tensors.
-
-Legend: src, output [B, S, E]; padding [B, S], the mask as the encoder holds it, 0 at tokens.
+The second part fills the padded positions in the output of torch's encoder with 0, for an encoder whose layers run on
+padded instead of nested tensors. Legend: src, output [B, S, E]; padding [B, S], the mask of the encoder, 0 at tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from quantizer.rewrite.source_sites import SiteSource
 
 
 class _Receiver(Protocol):
-    """Result of rewriting a function, as far as it is used here."""
+    """Result of rewriting a function, with the fields that are used here."""
 
     function: Any
     host_is_argument: bool
@@ -47,7 +46,7 @@ class _Receiver(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class _Synthetic:
-    """Synthetic module."""
+    """A synthetic module."""
 
     module: types.ModuleType
     original: dict[str, Any]
@@ -57,17 +56,17 @@ class _Synthetic:
     twins: dict[types.FunctionType, Any] = field(default_factory=dict)
 
     def refresh(self) -> None:
-        # A helper that was replaced since then is used as it is: its sites are not known.
+        # A helper that was replaced in the meantime is used as it is, because its sites are unknown.
         names = {name: new for name, (old, new) in self.replaced.items() if self.original.get(name) is old}
         self.module.__dict__.update({**self.original, "__name__": self.module.__name__, **names})
 
 
 class SyntheticModules:
-    """Synthetic modules, one for each module whose functions were rewritten."""
+    """The synthetic modules, one for each module whose functions were rewritten."""
 
     def __init__(self, hidden: tuple[type, ...]) -> None:
         self._hidden = hidden
-        self._made: dict[int, _Synthetic] = {}
+        self._synthetic: dict[int, _Synthetic] = {}
 
     def namespace(
         self,
@@ -75,26 +74,26 @@ class SyntheticModules:
         replaced: Mapping[str, Any],
         receivers: Mapping[int, tuple[types.FunctionType, _Receiver]],
     ) -> dict[str, Any]:
-        """Return the globals of a rewritten function, brought up to date with the original's."""
-        if id(original) not in self._made:
-            self._made[id(original)] = self._make(original)
-        made = self._made[id(original)]
-        made.replaced.update({name: (original[name], helper) for name, helper in replaced.items()})
-        made.twins.update({original[name]: helper for name, helper in replaced.items()})
-        made.waiting += receivers.values()
-        made.refresh()
-        return made.module.__dict__
+        """Return the globals of a rewritten function, updated from the original's."""
+        if id(original) not in self._synthetic:
+            self._synthetic[id(original)] = self._make(original)
+        synthetic = self._synthetic[id(original)]
+        synthetic.replaced.update({name: (original[name], helper) for name, helper in replaced.items()})
+        synthetic.twins.update({original[name]: helper for name, helper in replaced.items()})
+        synthetic.waiting += receivers.values()
+        synthetic.refresh()
+        return synthetic.module.__dict__
 
     def _make(self, original: dict[str, Any]) -> _Synthetic:
         name = f"quantizer.rewritten.{original.get('__name__', 'unnamed')}"
         while name in sys.modules:
             name += "_"
-        made = _Synthetic(module=types.ModuleType(name), original=original)
-        made.module.__dict__.update(
+        synthetic = _Synthetic(module=types.ModuleType(name), original=original)
+        synthetic.module.__dict__.update(
             {
-                PASS_HOST: pass_host(made.receivers),
+                PASS_HOST: pass_host(synthetic.receivers),
                 LIVE: _live(original),
-                NOW: _now(made.twins),
+                NOW: _now(synthetic.twins),
                 PADDED: padded,
                 RECURRENT: recurrent,
                 TAKES_APART: takes_apart,
@@ -102,31 +101,31 @@ class SyntheticModules:
                 WRITTEN_CLASS: as_written,
             }
         )
-        sys.modules[name] = made.module
-        return made
+        sys.modules[name] = synthetic.module
+        return synthetic
 
     def settle(self) -> None:
-        """Let callers pass a host to functions that were built after them."""
-        for made in self._made.values():
-            for function, rebuilt in made.waiting:
+        """Register the functions that were rewritten since, so that callers pass them a host."""
+        for synthetic in self._synthetic.values():
+            for function, rebuilt in synthetic.waiting:
                 if rebuilt.function is not None:
                     mark = next((site.mark for site in rebuilt.sites if site.edits), None)
                     entry = (rebuilt.function, mark, rebuilt.host_is_argument)
-                    known = made.receivers.get(function, ())
-                    # The latest first: the text may have been rewritten again, with more calls that pass the host.
-                    made.receivers[function] = (entry, *(other for other in known if other != entry))
-            made.waiting.clear()
+                    known = synthetic.receivers.get(function, ())
+                    # The latest first, because the source may have been rewritten again with more calls that pass it.
+                    synthetic.receivers[function] = (entry, *(other for other in known if other != entry))
+            synthetic.waiting.clear()
 
     def add_variant(self, function: types.FunctionType, rebuilt: _Receiver) -> None:
-        """Let callers of ``function`` pass a host to this variant of it too."""
-        for made in self._made.values():
-            if function in made.receivers or any(function is waiting for waiting, _ in made.waiting):
-                made.waiting.append((function, rebuilt))
+        """Make callers of ``function`` pass a host also to this variant of it."""
+        for synthetic in self._synthetic.values():
+            if function in synthetic.receivers or any(function is waiting for waiting, _ in synthetic.waiting):
+                synthetic.waiting.append((function, rebuilt))
 
     def refresh(self) -> None:
-        """Bring all synthetic modules up to date: globals may have been set since they were made."""
-        for made in self._made.values():
-            made.refresh()
+        """Update all synthetic modules, because globals may have been set in the meantime."""
+        for synthetic in self._synthetic.values():
+            synthetic.refresh()
 
 
 def _live(original: dict[str, Any]) -> Any:
@@ -136,7 +135,7 @@ def _live(original: dict[str, Any]) -> Any:
 
 
 class _Namespace:
-    """Globals of a file that is no imported module, as attributes."""
+    """Globals of a file that is not an imported module, as attributes."""
 
     def __init__(self, variables: dict[str, Any]) -> None:
         object.__setattr__(self, "_variables", variables)
@@ -156,10 +155,10 @@ class _Namespace:
 
 
 def _now(twins: Mapping[types.FunctionType, Any]) -> Any:
-    """Return the function that rewritten text calls ``_quantizer_now``."""
+    """Return the function that rewritten source calls as ``_quantizer_now``."""
 
     def now(function: Any) -> Any:
-        """Return the rewritten twin that replaces a function; the function itself if it has none."""
+        """Return the rewritten twin of a function; the function itself without one."""
         return twins.get(function, function) if isinstance(function, types.FunctionType) else function
 
     return now
@@ -170,9 +169,9 @@ _NESTED_ON = ("cpu", "cuda", "xpu")
 
 
 def padded(host: Any, nested: bool, output: Tensor, src: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Return the output of all layers, with 0 where torch has it; rewritten text calls this ``_quantizer_padded``.
+    """Return the output of all layers with 0 where torch has it; ``_quantizer_padded`` in rewritten source.
 
-    The position of the padding is computed from the data without a branch, so that a graph holds it too.
+    The position of the padding is computed without a branch, so that an exported graph contains it.
     """
     if nested:
         result: Tensor = output.to_padded_tensor(0.0, src.size())
@@ -180,14 +179,14 @@ def padded(host: Any, nested: bool, output: Tensor, src: Tensor, padding: Tensor
     if padding is None or not takes_apart(host) or not _would_be_nested(host, src, mask):
         return output
     tokens = padding == 0
-    # torch takes this path only if every row has its padding behind its tokens.
+    # torch takes this path only if the padding of every sample is behind its tokens.
     places = torch.arange(tokens.shape[1], device=tokens.device)
     behind = ((places < tokens.sum(1, keepdim=True)) == tokens).all()
     return output.masked_fill((~tokens & behind).unsqueeze(-1), 0.0)
 
 
 def _would_be_nested(encoder: Any, src: Tensor, mask: Tensor | None) -> bool:
-    """Return whether torch's encoder would run on nested tensors with its fast path; the conditions are torch's own."""
+    """Return whether torch's encoder would run on nested tensors with its fast path; the conditions are torch's."""
     first: nn.Module = encoder.layers[0]
     recorded = getattr(encoder, RECORDED, None)
     recorded = torch.is_grad_enabled() if recorded is None else recorded

@@ -1,12 +1,9 @@
-"""Names in a syntax tree: those of its functions, those that a function binds, and the objects that it reads.
+"""Names in a syntax tree: of functions, names that a function binds, and objects that it reads.
 
-Live globals: rewritten functions read and write globals in the original module.
-
-A rewritten function runs in a copy of the globals of its file. It must see names that are bound anew later, and others
-must see what it declares ``global``: so ``SCALE`` becomes ``_quantizer_live.SCALE``, an attribute of the original
-module, for reading, writing and deleting alike. Functions that may have a rewritten twin become
-``_quantizer_now(_quantizer_live.f)``. Modules and classes keep their names: they are not bound anew, and the text stays
-readable.
+A rewritten function runs in a copy of the globals of its file, but must read and write the globals of the original
+module. So ``SCALE`` becomes ``_quantizer_live.SCALE``, an attribute of the original module. Functions that may have a
+rewritten twin become ``_quantizer_now(_quantizer_live.f)``. Modules and classes keep their names, because they are not
+rebound and the source stays readable.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandl
 
 
 def functions_in(tree: ast.Module) -> Iterator[tuple[str, FunctionNode, str | None]]:
-    """Yield all functions at module level and all methods: qualified name, node, and the name of the class around it.
+    """Yield qualified name, node and surrounding class of all functions at module level and all methods.
 
     A function defined inside another is part of it, except for the methods of a class.
     """
@@ -57,7 +54,7 @@ def functions_in(tree: ast.Module) -> Iterator[tuple[str, FunctionNode, str | No
 
 
 def dotted(node: ast.expr) -> tuple[str, ...] | None:
-    """Return the names of ``a.b.c``; None if the expression is anything else."""
+    """Return the names of ``a.b.c``; None for any other expression."""
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute):
@@ -67,14 +64,14 @@ def dotted(node: ast.expr) -> tuple[str, ...] | None:
 
 
 def bound_names(node: FunctionNode) -> set[str]:
-    """Return the names bound anywhere in a function, its arguments included."""
+    """Return the names bound anywhere in a function, including its arguments."""
     inside = [inner for inner in ast.walk(node) if inner is not node]
     declared = {name for inner in inside if isinstance(inner, ast.Global) for name in inner.names}
     return {name for inner in inside for name in _bound_by(inner)} - declared
 
 
 def _bound_by(node: ast.AST) -> list[str]:
-    """Return the names that one node binds, without those of the nodes in it."""
+    """Return the names that a node itself binds, without its children."""
     if isinstance(node, ast.Name):
         return [] if isinstance(node.ctx, ast.Load) else [node.id]
     if isinstance(node, ast.arg):
@@ -89,7 +86,7 @@ def _bound_by(node: ast.AST) -> list[str]:
 
 
 def _constant_texts(node: FunctionNode) -> dict[str, str]:
-    """Return the local names that are bound only once, to a string literal, each with that string."""
+    """Return the local names that are bound once, to a string literal, with that string."""
     bindings: Counter[str] = Counter()
     texts: dict[str, str] = {}
     for inner in ast.walk(node):
@@ -102,7 +99,7 @@ def _constant_texts(node: FunctionNode) -> dict[str, str]:
 
 
 def is_own(node: ast.expr, first: str | None) -> bool:
-    """Return whether an expression is the module or class named ``first``, or the class of one.
+    """Return whether an expression is the module or class named ``first``, or the class of ``first``.
 
     ``super()`` is not: Dynamo cannot resolve ``super().f`` without calling it, and would compile another function than
     Python runs.
@@ -115,26 +112,25 @@ def is_own(node: ast.expr, first: str | None) -> bool:
 
 
 def is_literal(node: ast.expr) -> bool:
-    """Return whether an operand cannot be a tensor: then ``+`` adds numbers or joins texts, tuples or lists."""
+    """Return whether an operand cannot be a tensor, so that ``+`` adds numbers or joins texts, tuples or lists."""
     literals = (ast.Constant, ast.JoinedStr, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.Compare)
     return isinstance(node, literals) or (isinstance(node, ast.UnaryOp) and is_literal(node.operand))
 
 
 class Scope:
-    """Names that the text of one function can use.
+    """Names that the source of one function can use.
 
     Attributes:
-        locals: names bound in the function; they hide globals of the same name.
+        locals: names bound in the function, which hide globals of the same name.
     """
 
     def __init__(self, node: FunctionNode, namespace: Mapping[str, Any]) -> None:
-        """Store the names of a function."""
         self.locals = bound_names(node)
         self._node = node
         self._namespace = namespace
 
     def resolve(self, node: ast.expr) -> object:
-        """Return the object of a dotted name; None if the text does not determine it."""
+        """Return the object of a dotted name; None if the source does not determine it."""
         if isinstance(node, ast.Name):
             return None if node.id in self.locals else self._namespace.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -144,12 +140,12 @@ class Scope:
             if isinstance(base, OpOverloadPacket):
                 # An overload of an operator, as in torch.ops.aten.mm.default.
                 return getattr(base, node.attr, None)
-            # The module's own dictionary: getattr on a lazy module would import half a library.
+            # The module's own dictionary, because getattr on a lazy module imports much of a library.
             return base.__dict__.get(node.attr) if isinstance(base, types.ModuleType) else None
         return None
 
     def global_name(self, node: ast.expr) -> tuple[str, ...] | None:
-        """Return the names of ``a.b.c`` if ``a`` is no local name; None if the expression is anything else."""
+        """Return the names of ``a.b.c`` if ``a`` is not local; None for any other expression."""
         names = dotted(node)
         return None if names is None or names[0] in self.locals else names
 
@@ -160,7 +156,7 @@ class Scope:
         return self._namespace.get("type", type) is type and len(node.args) == 1 and not node.keywords
 
     def text_of_first(self, node: ast.AST) -> str:
-        """Return the text of a call's first argument, a literal or a constant; empty if it is neither."""
+        """Return the string that a call's first argument is, as a literal or a constant; otherwise empty."""
         first = node.args[0] if isinstance(node, ast.Call) and node.args else None
         if isinstance(first, ast.Name):
             texts: Mapping[str, Any] = _constant_texts(self._node) if first.id in self.locals else self._namespace
@@ -170,27 +166,27 @@ class Scope:
         return value if isinstance(value, str) else ""
 
 
-# Names in rewritten text that no user writes.
+# Names in rewritten source, which must not collide with names of users.
 LIVE = "_quantizer_live"
 NOW = "_quantizer_now"
 
 _INNERMOST = 1 << 20
-"""The depth of a name: whatever else begins or ends there stands around it."""
+"""Depth of a name: all other edits at its position are around it."""
 
 _SHARED = ("torch",)
-"""Packages whose globals nobody binds anew."""
+"""Packages whose globals nobody rebinds."""
 
 
 def live_edits(
     node: FunctionNode, index: LineIndex, namespace: Mapping[str, Any], bound: Collection[str]
 ) -> list[Edit]:
-    """Return the edits by which a function, live by ``why_not_live``, reads and writes its globals in their module."""
+    """Return the edits that make a function read and write its globals in their original module."""
     if str(namespace.get("__name__", "")).partition(".")[0] in _SHARED:
         return []
     edits: list[Edit] = []
     inside = [*ast.walk(node)]
     hidden = {*bound, *(parameter.name for inner in inside for parameter in getattr(inner, "type_params", ()))}
-    # Those of inner functions are none here, see ``why_not_live``.
+    # Without declarations of inner functions, see ``why_not_live``.
     declared = _declared(inside)
     for name in _names(node.body):
         if name.id in hidden:
@@ -208,16 +204,16 @@ def live_edits(
 
 
 def why_not_live(node: FunctionNode) -> str | None:
-    """Return the reason why the globals that a function declares cannot be written in place; None if they can."""
-    inner = [found for statement in node.body for found in ast.walk(statement)]
+    """Return why the globals that a function declares cannot be written in place; None if they can."""
+    inner = [child for statement in node.body for child in ast.walk(statement)]
     declared = _declared(inner)
     if not declared:
         return None
     own = {id(statement) for statement in _own_statements(node.body)}
-    if any(isinstance(found, ast.Global) and id(found) not in own for found in inner):
+    if any(isinstance(child, ast.Global) and id(child) not in own for child in inner):
         return ReasonCode.INNER_GLOBAL.text()
-    for found in inner:
-        names = _bound_otherwise(found) & declared
+    for child in inner:
+        names = _bound_otherwise(child) & declared
         if names:
             return ReasonCode.BOUND_GLOBAL.text(name=min(names))
     return None
@@ -238,24 +234,24 @@ def _bound_otherwise(node: ast.AST) -> set[str]:
 
 def _declared(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the names that nodes declare global."""
-    return {name for found in nodes if isinstance(found, ast.Global) for name in found.names}
+    return {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
 
 
 def _own_statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the statements of a function, without those of functions and classes in it."""
-    found: list[ast.stmt] = []
+    """Return the statements of a function, without those of functions and classes inside of it."""
+    statements: list[ast.stmt] = []
     waiting: list[ast.AST] = list(body)
     while waiting:
         current = waiting.pop()
         if isinstance(current, ast.stmt):
-            found.append(current)
+            statements.append(current)
         if not isinstance(current, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             waiting += ast.iter_child_nodes(current)
-    return found
+    return statements
 
 
 def _names(nodes: list[ast.stmt]) -> Iterator[ast.Name]:
-    """Yield the names in statements, except in classes and f-strings, where text is not rewritten."""
+    """Yield the names in statements, except in classes and f-strings, whose source is not rewritten."""
     waiting: list[ast.AST] = list(nodes)
     while waiting:
         current = waiting.pop()

@@ -1,15 +1,13 @@
-"""The operations that can be quantized: functions of torch, their operands, and their products.
+"""The catalogue of quantizable operations, as data: functions of torch, their operands, and their sizes.
 
-The catalogue of quantizable operations, one entry per operation, as data.
+A new operation is an entry in ``CATALOGUE``, or is added by ``register_operation``. The search compares the object that
+a name refers to, so it recognizes an operation under any imported name.
 
-A new operation is one more entry in ``CATALOGUE``, or is added by ``register_operation``. The finder compares the
-*object* that a name refers to, and so recognises an operation under any name that it was imported as.
+The file also has a grouped matrix multiplication for graphs, because torch's ``grouped_mm`` supports only bfloat16 in a
+traced graph, and has no translation to ONNX. Legend: S rows, sorted by expert; E experts; K and N as in a matrix
+multiplication.
 
-Legend: S rows that are sorted by expert; E experts; K and N as of a matrix product.
-
-result[s] = rows[s] @ weight[e]    for offs[e - 1] <= s < offs[e]
-
-torch's own ``grouped_mm`` takes bfloat16 alone where a graph is traced, and has no translation to ONNX.
+    result[s] = rows[s] @ weight[e]    for offs[e - 1] <= s < offs[e]
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from torch.nn import functional
 
 from quantizer.rewrite import product_sizes
 
-# Not functions: their text would be searched for sites, too.
+# Partials, because the source of functions would be searched for sites.
 input_product = partial(functional.linear)
-"""``input_product(x, weight, bias)`` with x [T, B, I]: one product for all steps."""
+"""``input_product(x, weight, bias)`` with x [T, B, I]: one linear for all steps."""
 
 recurrent_product = partial(functional.linear)
-"""``recurrent_product(hidden, weight, bias)`` with hidden [B, P]: one product in each step."""
+"""``recurrent_product(hidden, weight, bias)`` with hidden [B, P]: one linear in each step."""
 
 
 _ATEN = "torch.ops.aten."
@@ -47,8 +45,8 @@ class Operand:
     """An operand of an operation that can be quantized.
 
     Attributes:
-        index: its place among the positional arguments; None: it is computed inside the operation.
-        keyword: the name of its argument in torch; None: it is passed by position only.
+        index: its position among the arguments; None: it is computed inside the operation.
+        keyword: the name of its argument in torch; None: positional only.
     """
 
     name: str
@@ -61,21 +59,20 @@ class Operation:
     """A quantizable operation and all its spellings in Python code.
 
     Attributes:
-        geometry: a function that returns the size of a call's product; None: the operation is no product.
-        functions: dotted names of callables; those of ATen are overloads, and stand for the operator alone, too.
+        geometry: returns the size of a call; None: the operation has no multiply-adds.
+        functions: dotted names of callables. Those of ATen are overloads, and include the operator.
         methods: names of ``Tensor`` methods; those with a trailing ``_`` work in place.
         operators: names of classes in ``ast``, such as ``MatMult`` for ``@``.
-        equation: the first argument is an equation as in ``einsum``, which must be a literal in the source.
-        bias: the argument that is added to the product, with a number for each channel of the result, and is not
-            quantized; None: the operation has none.
-        channels: the axis of the result that holds these channels, from the end.
-        grouped: the argument with the ends of the groups of rows, each of which is multiplied by a matrix of its own,
-            an index of the weight's first axis; None: the operation has no groups.
-        in_graphs: the dotted name of what takes the place of a function of it where a graph is traced; None: nothing.
-        is_place: its calls are no sites: they only may have one for their result, see ``proxy/site.py``.
-        is_gate: it is a place that engines compute in floats: codes of its result are of use only to a place that reads
-            it and computes in integers, such as a multiplication.
-        where_loaded: dotted names of callables of packages that need not be there; they count once they are imported.
+        equation: whether the first argument is an equation as in ``einsum``, which must be a literal in the source.
+        bias: the argument that is added to the result, one number per channel, and is not quantized; None: no bias.
+        channels: the axis of these channels in the result, from the end.
+        grouped: the argument with the ends of the groups of rows, each multiplied by its own matrix, an index of the
+            weight's first axis; None: no groups.
+        in_graphs: the dotted name of the replacement of the function in a traced graph; None: no replacement.
+        is_place: whether its calls are not sites, but may have a site for their result, see ``proxy/site.py``.
+        is_gate: whether it is a place that engines compute in float. Its quantized result is useful only for a place
+            that computes in integers, such as a multiplication.
+        where_loaded: dotted names of callables in optional packages, which count once they are imported.
     """
 
     name: str
@@ -105,8 +102,7 @@ def _product(
     methods: tuple[str, ...],
     operators: tuple[str, ...] = (),
 ) -> Operation:
-    """Return the entry of a matrix product; arguments before ``start`` are added to the product and are not
-    quantized."""
+    """Return the entry of a matrix multiplication; arguments before ``start`` are added to it and not quantized."""
     operands = (
         Operand(name="lhs", index=start, keyword=first),
         Operand(name="rhs", index=start + 1, keyword=second),
@@ -125,12 +121,12 @@ def _product(
 
 
 def _both(name: str) -> tuple[str, str]:
-    """Return the spellings of a function of torch, and of its ATen operator."""
+    """Return the spellings of a function of torch and of its ATen operator."""
     return f"torch.{name}", f"{_ATEN}{name}.default"
 
 
 def _added(name: str, first: str, second: str) -> Operation:
-    """Return the entry of ``f(input, first, second)``, a matrix product plus ``input``: a function and two methods."""
+    """Return the entry of ``f(input, first, second)``, a matrix multiplication plus ``input``, with two methods."""
     return _product(name, first, second, 1, functions=_both(name), methods=(name, f"{name}_"))
 
 
@@ -261,7 +257,7 @@ CATALOGUE: tuple[Operation, ...] = (
 
 
 def kind_of(entry: Operation, *, weighted: bool) -> Kind:
-    """Return the kind of a site; a matrix product with a weight is a linear."""
+    """Return the kind of a site; a matrix multiplication with a weight is a linear."""
     return "linear" if weighted and entry.kind == "matmul" else entry.kind
 
 
@@ -272,7 +268,7 @@ OPERATORS = {operator: entry for entry in CATALOGUE for operator in entry.operat
 """Entries by the name of an operator's class in ``ast``."""
 
 _BY_NAME = {entry.name: entry for entry in CATALOGUE}
-_OF_OTHERS = tuple(name for entry in CATALOGUE for name in entry.where_loaded)
+_OPTIONAL_FUNCTIONS = tuple(name for entry in CATALOGUE for name in entry.where_loaded)
 
 
 def operation(name: str) -> Operation:
@@ -281,7 +277,11 @@ def operation(name: str) -> Operation:
 
 
 def register_operation(entry: Operation) -> Operation:
-    """Add an entry: its calls are sites of every proxy that is made from now on."""
+    """Add an operation, whose calls are sites of every proxy that is made from now on.
+
+    Raises:
+        ValueError: the entry is invalid or its name or a spelling is already registered.
+    """
     problem = _problem(entry)
     if problem is not None:
         raise ValueError(f"operation {entry.name!r}: {problem}")
@@ -292,7 +292,7 @@ def register_operation(entry: Operation) -> Operation:
 
 
 def registered_operations() -> int:
-    """Return how many entries were added; a change of it makes rewritten sources out of date."""
+    """Return the number of added entries; if it changes, rewritten sources are out of date."""
     return len(_BY_NAME) - len(CATALOGUE)
 
 
@@ -304,41 +304,41 @@ def _problem(entry: Operation) -> str | None:
     if entry.geometry is None and entry.kind not in ("residual_add", "output"):
         return f"an operation of kind {entry.kind} needs a geometry"
     if entry.operators or any(operand.index is None for operand in entry.operands):
-        return "operators, and operands without an index, are those of the package's own entries"
+        return "only built-in operations may have operators, or operands without an index"
     for method in entry.methods:
         if method.endswith("_") or not hasattr(Tensor, method):
-            return f"{method!r} is no method of Tensor, or works in place; expected another spelling"
+            return f"{method!r} is not a method of Tensor, or works in place; use another spelling"
     for dotted in entry.functions:
         try:
             _resolve(dotted)
         except (ImportError, AttributeError, ValueError) as error:
             return f"there is no function {dotted!r}: {error}"
     for function in _functions(entry):
-        known = operation_of(function)
-        if known is not None:
-            return f"{function.__name__!r} is a spelling of operation {known.name!r}"
+        existing = operation_of(function)
+        if existing is not None:
+            return f"{function.__name__!r} is a spelling of operation {existing.name!r}"
     return None
 
 
 def is_fast_path_switch(function: object) -> bool:
-    """Return whether ``function`` is the one by which torch's transformer layers ask if fused kernels are allowed."""
+    """Return whether torch's transformer layers call ``function`` to ask if fused kernels are allowed."""
     return function is _resolve("torch.backends.mha.get_fastpath_enabled")
 
 
 def in_graphs(entry: Operation) -> Callable[..., Any] | None:
-    """Return what takes the place of a function of an operation where a graph is traced; None: nothing does."""
+    """Return the replacement of an operation's function in a traced graph; None without one."""
     return None if entry.in_graphs is None else _resolve(entry.in_graphs)
 
 
 def _resolve(dotted: str) -> Callable[..., Any]:
     module, _, attribute = dotted.rpartition(".")
     if module.startswith(_ATEN):
-        # Namespaces of operators are no modules that could be imported.
+        # Namespaces of operators are not modules that can be imported.
         owner: Any = getattr(torch.ops.aten, module.removeprefix(_ATEN))
     else:
         owner = importlib.import_module(module)
-    found: Callable[..., Any] = getattr(owner, attribute)
-    return found
+    function: Callable[..., Any] = getattr(owner, attribute)
+    return function
 
 
 @lru_cache(maxsize=1)
@@ -347,8 +347,8 @@ def _by_identity(loaded: frozenset[str]) -> dict[int, Operation]:
 
 
 def _loaded() -> frozenset[str]:
-    """Return the names of callables in packages that are imported by now, in a version that has them."""
-    places = {name: name.rpartition(".") for name in _OF_OTHERS}
+    """Return the names of callables in imported optional packages, if their version has them."""
+    places = {name: name.rpartition(".") for name in _OPTIONAL_FUNCTIONS}
     return frozenset(name for name, (module, _, own) in places.items() if hasattr(sys.modules.get(module), own))
 
 
@@ -371,7 +371,7 @@ _MATRIX, _EXPERTS = 2, 3  # axes of the rows, and of the weights
 
 @torch.library.custom_op("quantizer::grouped_mm", mutates_args=())
 def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """Return the products [S, N] of rows [S, K] and weight [E, K, N]; rows behind the last of ``offs`` [E] are 0."""
+    """Return rows [S, K] multiplied by their weight of [E, K, N], [S, N]; rows after the last of ``offs`` [E] are 0."""
     result = rows.new_zeros(rows.shape[0], weight.shape[2])
     start = 0
     for matrix, end in zip(weight.unbind(), offs.tolist(), strict=True):
@@ -386,15 +386,15 @@ def _(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 
 def as_in_graphs(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **others: Any) -> Tensor:
-    """Return ``F.grouped_mm`` of the arguments as a graph holds it: in any float type, and by our operator."""
+    """Return ``F.grouped_mm`` of the arguments for a graph: in any float type, by the operator of this package."""
     plain = all(value is None for value in others.values())
     if offs is None or not plain or mat_a.dim() != _MATRIX or mat_b.dim() != _EXPERTS:
         return F.grouped_mm(mat_a, mat_b, offs=offs, **others)
-    made: Tensor = torch.ops.quantizer.grouped_mm(mat_a.to(mat_b.dtype), mat_b, offs)
-    return made
+    result: Tensor = torch.ops.quantizer.grouped_mm(mat_a.to(mat_b.dtype), mat_b, offs)
+    return result
 
 
 def group_sizes(offs: Tensor) -> list[int]:
-    """Return how many rows each expert has, of the ends ``offs`` [E]."""
+    """Return the number of rows of each expert, from the ends ``offs`` [E]."""
     ends: list[int] = offs.tolist()
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,10 +1,10 @@
 """Operator patches: hand-written changes of a model's source, for operators that a target or the exporter rejects.
 
-A patch names a function, a piece of its text, and its replacement. It is applied to the text before the search for
-sites, in memory, wherever source is rewritten: in every proxy and in models built in a ``patched`` block. Both texts
-compute the same floats, so a patch is applied for every target, and one rewriting serves all.
+A patch names a function, a part of its source, and the replacement. It is applied in memory before the search for
+sites, wherever source is rewritten: in every proxy, and in models built in a ``patched`` block. Both versions compute
+the same floats, so a patch is applied for every target.
 
-If the function's text differs from what the patch expects, the whole patch is refused by name, and reported.
+If the function's source differs from the expected one, the patch is refused and reported.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from quantizer.rewrite.text_edits import first_line
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorPatch:
-    """Change of source.
+    """A change of source.
 
     Attributes:
-        name: its name in reports and refusals.
+        name: its name in reports.
         function: ``package.module:function`` or ``package.module:Class.method``.
-        before: text that occurs exactly once in the function, with the indentation of its second and further lines.
-        after: its replacement, in as many lines: tracebacks stay true.
+        before: text that occurs exactly once in the function, with the indentation of all lines but the first.
+        after: its replacement, with the same number of lines, so that tracebacks stay correct.
         target: the tool that rejects the original (``tensorrt-rtx``, ``openvino``, ``onnxruntime``, ``onnx`` for the
             exporter).
         reason: the tool's message, or the wrong result.
@@ -45,12 +45,12 @@ class OperatorPatch:
 
 @dataclass(kw_only=True, slots=True)
 class PatchedText:
-    """Text of a file with patches applied.
+    """Source of a file with patches applied.
 
     Attributes:
-        text: the text, with as many lines as before.
+        text: the source, with as many lines as before.
         applied: patches by (qualified name, first line) of the function that each changed.
-        refused: why others were not applied.
+        refused: why other patches were not applied.
     """
 
     text: str
@@ -59,7 +59,7 @@ class PatchedText:
 
 
 class _Registered:
-    """Patches by name. ``changes`` counts their changes, so that earlier rewriting is repeated after one."""
+    """Patches by name. ``changes`` counts registrations and removals, after which source is rewritten again."""
 
     def __init__(self) -> None:
         self.patches: dict[str, OperatorPatch] = {}
@@ -70,7 +70,11 @@ _REGISTERED = _Registered()
 
 
 def register_operator_patch(patch: OperatorPatch) -> OperatorPatch:
-    """Apply ``patch`` in every proxy that is made from now on."""
+    """Apply ``patch`` in every proxy that is made from now on.
+
+    Raises:
+        SourceError: the patch is invalid or its name is already registered.
+    """
     problem = _problem(patch)
     if problem is not None:
         raise SourceError(f"operator patch {patch.name!r}: {problem}")
@@ -80,7 +84,11 @@ def register_operator_patch(patch: OperatorPatch) -> OperatorPatch:
 
 
 def unregister_operator_patch(name: str) -> None:
-    """Remove a patch; existing proxies keep it."""
+    """Remove a patch; existing proxies keep it.
+
+    Raises:
+        SourceError: there is no patch of this name.
+    """
     if name not in _REGISTERED.patches:
         raise SourceError(f"there is no operator patch {name!r}; known: {', '.join(_REGISTERED.patches) or 'none'}")
     del _REGISTERED.patches[name]
@@ -93,30 +101,30 @@ def operator_patches() -> Mapping[str, OperatorPatch]:
 
 
 def changes() -> int:
-    """Return how often patches were registered and unregistered, and operations registered, so far."""
+    """Return the number of registrations and removals of patches and operations so far."""
     return _REGISTERED.changes + registered_operations()
 
 
 def apply_operator_patches(text: str, tree: ast.Module, module_name: str) -> PatchedText:
-    """Return the text of a module's file, and its tree, with the patches of its functions applied to the text."""
+    """Return the source of a module's file with the patches of its functions applied."""
     patches = [patch for patch in _REGISTERED.patches.values() if _split(patch)[0] == module_name]
     result = PatchedText(text=text)
     functions = list(functions_in(tree)) if patches else []
     for patch in patches:
-        found = [node for qualname, node, _ in functions if qualname == _split(patch)[1] and not _is_overload(node)]
+        matches = [node for qualname, node, _ in functions if qualname == _split(patch)[1] and not _is_overload(node)]
         try:
-            if len(found) != 1:
-                raise SourceError(f"there are {len(found)} functions of this name, and 1 is expected")
-            result.text = _replaced(result.text, found[0], patch)
+            if len(matches) != 1:
+                raise SourceError(f"expected 1 function of this name, found {len(matches)}")
+            result.text = _replaced(result.text, matches[0], patch)
         except SourceError as error:
             result.refused.append(f"operator patch {patch.name!r} is refused in {patch.function}: {error}")
         else:
-            result.applied.setdefault((_split(patch)[1], first_line(found[0])), []).append(patch)
+            result.applied.setdefault((_split(patch)[1], first_line(matches[0])), []).append(patch)
     return result
 
 
 def _is_overload(node: FunctionNode) -> bool:
-    """Return whether a function is a signature alone, for a type checker or TorchScript."""
+    """Return whether a function is only a signature, for a type checker or TorchScript."""
     return any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
@@ -125,8 +133,8 @@ def _replaced(text: str, node: FunctionNode, patch: OperatorPatch) -> str:
     body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
     count = body.count(patch.before)
     if count != 1:
-        stands = "does not stand there" if count == 0 else f"stands there {count} times"
-        raise SourceError(f"{textwrap.shorten(patch.before, 80)!r} {stands}, and once is expected")
+        times = "not found" if count == 0 else f"found {count} times"
+        raise SourceError(f"{textwrap.shorten(patch.before, 80)!r} is {times}, expected once")
     lines[node.lineno - 1 : node.end_lineno] = body.replace(patch.before, patch.after).split("\n")
     changed = "\n".join(lines)
     try:
@@ -134,7 +142,7 @@ def _replaced(text: str, node: FunctionNode, patch: OperatorPatch) -> str:
             warnings.simplefilter("ignore")
             ast.parse(changed)
     except SyntaxError as error:
-        raise SourceError(f"with {textwrap.shorten(patch.after, 80)!r} it is no Python: {error}") from error
+        raise SourceError(f"with {textwrap.shorten(patch.after, 80)!r} it is not valid Python: {error}") from error
     return changed
 
 
@@ -145,16 +153,14 @@ def _split(patch: OperatorPatch) -> tuple[str, str]:
 
 def _problem(patch: OperatorPatch) -> str | None:
     if patch.name in _REGISTERED.patches:
-        return "the name is taken; unregister_operator_patch() frees it"
+        return "the name is already registered; call unregister_operator_patch() first"
     if not all(_split(patch)):
-        return f"function must say 'package.module:function', got {patch.function!r}"
+        return f"function must be 'package.module:function', got {patch.function!r}"
     if not patch.before.strip() or patch.before == patch.after:
-        return "before must be some text, and after another"
+        return "before must not be empty, and after must differ from it"
     if patch.before.count("\n") != patch.after.count("\n"):
         lines = [text.count("\n") + 1 for text in (patch.before, patch.after)]
-        return (
-            f"before has {lines[0]} lines and after {lines[1]}; the same number is needed, so that tracebacks stay true"
-        )
+        return f"before has {lines[0]} lines and after {lines[1]}; use the same number, so that tracebacks stay correct"
     if not patch.reason or not patch.target:
-        return "target and reason must say who rejects the original, and how"
+        return "target and reason must not be empty: state which tool rejects the original, and its message"
     return None

@@ -1,7 +1,7 @@
-"""The operator patches for torch's modules and for transformers. Importing this file registers them.
+"""The operator patches for torch's modules and for transformers, registered when this file is imported.
 
-Importing this file registers them. Each is exact: the model computes the same floats as before. The one exception is
-``_overflow_guards``, which is exact in every type except float16, and in float16 for values up to 64,504.
+Each patch is exact: the model computes the same floats as before. Only ``_overflow_guards`` is exact in float16 only
+for values up to 64,504.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from quantizer.rewrite.operator_patches import OperatorPatch, register_operator_
 
 
 def _nested_encoder() -> OperatorPatch:
-    """Return the patch for an encoder with padding: as with nested tensors, padded positions give 0."""
+    """Return the patch for an encoder with padding: as with nested tensors, padded positions are 0."""
     before = "        if convert_to_nested:\n            output = output.to_padded_tensor(0.0, src.size())"
     after = f"        output = {PADDED}(\n            self, convert_to_nested, output, src, src_key_padding_mask, mask)"
     return register_operator_patch(
@@ -21,18 +21,18 @@ def _nested_encoder() -> OperatorPatch:
             before=before,
             after=after,
             target="onnx",
-            reason="its nested tensors have no graph, and the layers without them leave padded positions as they are",
+            reason="nested tensors cannot be exported, and layers without them do not set padded positions to 0",
         )
     )
 
 
 def _recurrences() -> list[OperatorPatch]:
-    """Return the patches by which recurrent modules may run their layers in Python instead of a compiled kernel."""
-    # Of the two calls of a kernel, that without the batch sizes of a PackedSequence.
-    whole, inner = (f"(\n{indent}input,\n{indent}hx," for indent in (" " * 16, " " * 20))
+    """Return the patches with which recurrent modules can run their layers in Python instead of a compiled kernel."""
+    # The call of the kernel without the batch sizes of a PackedSequence.
+    outer, inner = (f"(\n{indent}input,\n{indent}hx," for indent in (" " * 16, " " * 20))
     calls = {
-        "LSTM": [(f"_VF.lstm{whole}", "lstm")],
-        "GRU": [(f"_VF.gru{whole}", "gru")],
+        "LSTM": [(f"_VF.lstm{outer}", "lstm")],
+        "GRU": [(f"_VF.gru{outer}", "gru")],
         "RNN": [(f"_VF.rnn_tanh{inner}", "rnn_tanh"), (f"_VF.rnn_relu{inner}", "rnn_relu")],
         "LSTMCell": [("_VF.lstm_cell(", "lstm_cell")],
         "GRUCell": [("_VF.gru_cell(", "gru_cell")],
@@ -46,7 +46,7 @@ def _recurrences() -> list[OperatorPatch]:
                 before=before,
                 after=before.replace(f"_VF.{kernel}(", f"{RECURRENT}(self, _VF.{kernel})("),
                 target="quantizer",
-                reason="torch runs all steps in one compiled kernel, whose products cannot be rounded",
+                reason="torch runs all steps in one compiled kernel, whose operands cannot be rounded",
             )
         )
         for module, of_module in calls.items()
@@ -101,8 +101,8 @@ def _masked_assignments() -> list[OperatorPatch]:
 
 
 def _einsum_letters() -> list[OperatorPatch]:
-    """Return patches for einsum equations with upper-case letters, which ONNX allows and the parser refuses."""
-    reason = "Invalid character(s) in Einsum equation: the parser takes lower-case letters alone"
+    """Return patches for einsum equations with upper-case letters, which ONNX allows and the parser rejects."""
+    reason = "Invalid character(s) in Einsum equation: the parser accepts only lower-case letters"
     of_global = ["BHGF,BHXF->BHGX", "BHGX,BHXF->BHGF"]
     of_local = ["BHNKF,BHGF->BHNKG", "BHNKF,BHNXF->BHNKX", "BHNKG,BHGF->BHNKF", "BHNKX,BHNXF->BHNKF"]
     attention = "pegasus_x.modeling_pegasus_x:PegasusXGlobalLocalAttention.compute_{}_attention_representations"
@@ -121,7 +121,7 @@ def _einsum_letters() -> list[OperatorPatch]:
 
 
 def _overflow_guards() -> list[OperatorPatch]:
-    """Return patches for layers that clamp if a float16 value overflowed: clamp always, as mBART, M2M100, Pegasus."""
+    """Return patches for layers that clamp after a float16 overflow: clamp always, as mBART, M2M100 and Pegasus do."""
     reason = "a branch that depends on the data: no graph holds it where the rest is float16"
     before = "if hidden_states.dtype == torch.float16 and not torch.isfinite(hidden_states).all():"
     layers = {
@@ -145,7 +145,7 @@ def _overflow_guards() -> list[OperatorPatch]:
 
 
 def _overflow_guards_of_blocks() -> list[OperatorPatch]:
-    """Return the same patches for guards of which a block has several, each told by the line before it."""
+    """Return the same patches for blocks with several guards, which are distinguished by the line before."""
     reason = "a branch that depends on the data: no graph holds it where the rest is float16"
     guard = "if hidden_states.dtype == torch.float16 and torch.isinf(hidden_states).any():"
     attention = "# Keep self-attention outputs and relative position weights"
@@ -205,8 +205,8 @@ def _float_masks() -> list[OperatorPatch]:
 
 
 def _grouped_products() -> list[OperatorPatch]:
-    """Return patches for the two products of experts, which share a helper: each is a call of its own."""
-    reason = "one helper makes the products with both weights, so that neither could be told from the other"
+    """Return patches for the two matrix multiplications of experts, which share a helper: each becomes its own call."""
+    reason = "one helper multiplies by both weights, so the two calls cannot be distinguished"
     weight = "selected_weights if self.is_transposed else selected_weights.transpose(-2, -1)"
     return [
         _patch(
@@ -226,7 +226,7 @@ def _grouped_products() -> list[OperatorPatch]:
 
 
 def _experts_in_a_loop() -> OperatorPatch:
-    """Return the patch of a loop over experts, each multiplied by a matrix picked by its number: a grouped product."""
+    """Return the patch of a loop over experts, which becomes a grouped matrix multiplication."""
     return _patch(
         "loop over the experts of JetMoe",
         "jetmoe.modeling_jetmoe:JetMoeParallelExperts.forward",
@@ -241,7 +241,7 @@ def _experts_in_a_loop() -> OperatorPatch:
             inputs, self.weight.transpose(-2, -1), offs=ends
         )""",
         "onnx",
-        "each pass of the loop has another weight, so that no scale is that of its product",
+        "each iteration of the loop has another weight, so they cannot share one scale",
     )
 
 
@@ -271,7 +271,7 @@ TRANSFORMERS_PATCHES = (
         "if not padding_mask.any():",
         "if False:",
         "onnx",
-        "a branch that depends on the data, which no graph holds; a mask without padding hides nothing",
+        "a branch that depends on the data cannot be exported; a mask without padding hides nothing",
     ),
 )
 """All patches for ``transformers``."""

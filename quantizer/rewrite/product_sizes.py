@@ -1,13 +1,11 @@
-"""The size of a product: its K and N, its multiply-adds, and the axis of a weight's output channels.
+"""Sizes of matrix multiplications: K, N, multiply-adds, and the axis of a weight's output channels.
 
-Legend: the product of [M, K] and [K, N]; a convolution is such a product with input patches as rows. Shapes are plain
-numbers, so that nothing here needs torch.
+Legend: [M, K] times [K, N]; a convolution is such a multiplication with input patches as rows. Shapes are plain
+numbers, so that this file does not need torch.
 
-The labels in the equation of an ``einsum`` of two operands.
-
-Legend: every axis of an operand has a label; ``...`` stands for all axes without a label of their own. A label of both
-operands is a batch label if it is in the output, and contracted otherwise. A label of one operand and of the output
-indexes that operand's own channels.
+``Labels`` are the labels in the equation of an ``einsum`` of two operands. Every axis of an operand has a label;
+``...`` stands for all axes without their own label. A label of both operands is a batch label if it is in the output,
+and contracted otherwise. A label of one operand and of the output indexes that operand's channels.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class Call:
     """The shapes of one call: of its operands, in the catalogue's order, and of its result.
 
     Attributes:
-        weight: the place of the operand that is a weight; None: there is no weight.
+        weight: the position of the operand that is a weight; None without one.
     """
 
     operands: tuple[Shape, ...]
@@ -45,12 +43,12 @@ class Geometry:
 
     Attributes:
         depth: K.
-        width: N; with a weight its number of channels, on whichever side of the product it is.
-        axis: the axis of the weight's channels; None: it has none.
-        inner: the axis of the weight that is contracted with the last axis of the other operand; None: there is none.
+        width: N; with a weight its number of channels, on either side.
+        axis: the axis of the weight's channels; None without one.
+        inner: the axis of the weight that is contracted with the last axis of the other operand; None without one.
         rows: M; 0: it includes the batch, and so may be any number.
-        head: the head size of a whole attention; 0: the call is none.
-        sequence: the longest sequence of a whole attention; 0: the call is none.
+        head: the head size of a complete attention; 0 for other calls.
+        sequence: the longest sequence of a complete attention; 0 for other calls.
     """
 
     depth: int
@@ -63,7 +61,7 @@ class Geometry:
     sequence: int = 0
 
     def attention(self, probabilities: int | None) -> tuple[int, int]:
-        """Return the head size and the longest sequence of a product of an attention."""
+        """Return the head size and the longest sequence, for a matrix multiplication of an attention."""
         if self.head:
             return self.head, self.sequence
         if probabilities is None:
@@ -77,7 +75,7 @@ GeometryOf = Callable[[Call], Geometry]
 
 
 def weighted(call: Call) -> Geometry:
-    """Return the size of a linear or a convolution: the weight is [N, ...], and K the product of its other axes."""
+    """Return the size of a linear or a convolution, with the weight [N, ...] and K = product of its other axes."""
     weight = call.operands[1]
     depth = math.prod(weight[1:])
     inner = 1 if len(weight) == _LINEAR else None
@@ -87,16 +85,16 @@ def weighted(call: Call) -> Geometry:
 
 
 def recurrent(call: Call) -> Geometry:
-    """Return the size of a product of a recurrence: that of a linear whose inputs have no factors of their own."""
+    """Return the size of a linear of a recurrence, whose inputs cannot have smoothing factors."""
     return replace(weighted(call), inner=None)
 
 
 def transposed(call: Call) -> Geometry:
-    """Return the size of a transposed convolution: its weight is [channels in, channels out / groups, ...].
+    """Return the size of a transposed convolution, with the weight [channels in, channels out / groups, ...].
 
     With groups, an index of axis 1 belongs to one output channel of each group. If each group has one input channel
-    (depthwise), the rows of axis 0 are the groups, and each output channel depends on one row. In all other grouped
-    cases no axis separates the output channels: per tensor.
+    (depthwise), axis 0 counts the groups, and each output channel depends on one of its indices. In all other grouped
+    cases no axis separates the output channels, so the scale is per tensor.
     """
     source, weight = call.operands
     width = call.result[len(call.result) - len(weight) + 1]
@@ -108,11 +106,14 @@ def transposed(call: Call) -> Geometry:
 
 
 def product(call: Call) -> Geometry:
-    """Return the size of a matrix product, batched or not; a vector has no channels, ``addbmm`` sums over batches."""
+    """Return the size of a matrix multiplication, batched or not.
+
+    A vector has no channels, and ``addbmm`` sums over batches.
+    """
     first, second = call.operands
     rows, columns = (first[-2] if len(first) > 1 else 1), (second[-1] if len(second) > 1 else 1)
     depth = first[-1]
-    # Axes before the matrix are a batch of products; in a product with a weight they are rows.
+    # Axes before the matrix are a batch; with a weight they are rows.
     unbatched = call.weight is None or len(call.operands[1 - call.weight]) == 1
     batches = math.prod(_broadcast(first[:-2], second[:-2]))
     axis, inner, width = None, None, columns
@@ -142,20 +143,20 @@ def grouped(call: Call) -> Geometry:
 
 def einsum(call: Call) -> Geometry:
     """Return the size of an einsum: K of the contracted labels, N of the channels of the weight or second operand."""
-    found = labels(call.equation, [len(shape) for shape in call.operands])
-    sizes = found.sizes(call.operands)
+    equation_labels = labels(call.equation, [len(shape) for shape in call.operands])
+    sizes = equation_labels.sizes(call.operands)
     of = 1 if call.weight is None else call.weight
     return Geometry(
-        depth=volume(sizes, found.contracted),
-        width=volume(sizes, found.channels(of)),
+        depth=volume(sizes, equation_labels.contracted),
+        width=volume(sizes, equation_labels.channels(of)),
         multiply_adds=volume(sizes, set(sizes)),
-        axis=None if call.weight is None else found.channel_axis(call.weight, call.operands[call.weight]),
-        rows=volume(sizes, found.channels(0)) if call.weight is None else 0,
+        axis=None if call.weight is None else equation_labels.channel_axis(call.weight, call.operands[call.weight]),
+        rows=volume(sizes, equation_labels.channels(0)) if call.weight is None else 0,
     )
 
 
 def attention(call: Call) -> Geometry:
-    """Return the lesser K and N of the products query [.., L, E] by key [.., S, E] and then by value [.., S, V]."""
+    """Return the smaller K and N of query [.., L, E] by key [.., S, E] and of the result by value [.., S, V]."""
     query, key, value = call.operands
     depth, width = min(query[-1], key[-2]), min(key[-2], value[-1])
     multiply_adds = math.prod(call.result[:-1]) * key[-2] * (query[-1] + value[-1])
@@ -192,14 +193,14 @@ class Labels:
 
     def sizes(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """Return the length of each label, after broadcasting of axes of length 1."""
-        found: dict[str, int] = {}
+        lengths: dict[str, int] = {}
         for names, shape in zip(self.operands, shapes, strict=True):
             for name, size in zip(names, shape, strict=True):
-                found[name] = max(found.get(name, 1), size)
-        return found
+                lengths[name] = max(lengths.get(name, 1), size)
+        return lengths
 
     def channels(self, operand: int) -> frozenset[str]:
-        """Return the labels of this operand and of the output that the other operand lacks."""
+        """Return the labels of this operand and of the output that the other operand does not have."""
         return frozenset(self.operands[operand]) & self.output - frozenset(self.operands[1 - operand])
 
     @property
@@ -208,7 +209,7 @@ class Labels:
         return frozenset(self.operands[0] + self.operands[1]) - self.output
 
     def channel_axis(self, operand: int, shape: Sequence[int]) -> int | None:
-        """Return the axis of an operand's longest channel label, the first of several; None if it has no channels."""
+        """Return the axis of an operand's longest channel label, the first of several; None without channels."""
         own = self.channels(operand)
         axes = [axis for axis, name in enumerate(self.operands[operand]) if name in own]
         return max(axes, key=lambda axis: shape[axis], default=None)
@@ -241,8 +242,8 @@ def labels(equation: str, dimensions: Sequence[int]) -> Labels:
     if not arrow:
         single = (first + second).replace(".", "")
         return Labels(operands=names, output=frozenset(dots | {name for name in single if single.count(name) == 1}))
-    kept = frozenset(output.replace(_DOTS, ""))
-    return Labels(operands=names, output=kept | dots if _DOTS in output else kept)
+    explicit = frozenset(output.replace(_DOTS, ""))
+    return Labels(operands=names, output=explicit | dots if _DOTS in output else explicit)
 
 
 def _expanded(names: str, dimensions: int) -> tuple[str, ...]:

@@ -1,15 +1,13 @@
-"""Functions made again from edited source, with their decorators, closures and globals.
-
-A function that needs a host gets it as a keyword, through the wrappers around it. A wrapper that filters or reads its
-keywords, or sometimes calls the function without them, would drop the host or fail on it; its source tells.
+"""Functions rebuilt from edited source, with their decorators, closures and globals.
 
 Nothing is executed again: no import, no class body, no decorator. A rewritten function is the compiled code of the
-rewritten text in a new function object that keeps the original's defaults and closure (so ``super()`` works).
-Its globals are the dictionary of a *synthetic module*: a copy of the original module's, in which rewritten functions
-replace theirs. The synthetic module is in ``sys.modules`` under its own ``__name__``, because ``torch.compile`` and
-``torch.export`` look globals up by that name. The original module is never changed.
+rewritten source in a new function object with the original's defaults and closure, so ``super()`` works. Its globals
+are the dictionary of a synthetic module: a copy of the original module's, with rewritten functions. The synthetic
+module is in ``sys.modules`` under its own ``__name__``, because ``torch.compile`` and ``torch.export`` look globals up
+by that name. The original module does not change.
 
-Result of rewriting a function: the new function, its sites and those of the helpers it reaches.
+A function that needs a host gets it as a keyword, through the wrappers around it. A wrapper that filters or reads its
+keywords would drop the host or fail on it; this is determined from its source.
 """
 
 from __future__ import annotations
@@ -37,18 +35,18 @@ from quantizer.rewrite.source_sites import FunctionSource, HelperCall, SiteSourc
 def innermost(function: types.FunctionType, name: str | None = None) -> types.FunctionType:
     """Return the function that decorators wrap.
 
-    The search follows ``__wrapped__``, else (a decorator without ``functools.wraps``) closure cells: a function made by
-    another one is a wrapper if its cells lead to exactly one function that was written under ``name``.
+    The search follows ``__wrapped__``. For a decorator without ``functools.wraps``, it follows closure cells: a nested
+    function is a wrapper if its cells reach exactly one function that was written under ``name``.
     """
     name = name or function.__name__
-    seen: set[int] = set()
-    while id(function) not in seen:
-        seen.add(id(function))
+    visited: set[int] = set()
+    while id(function) not in visited:
+        visited.add(id(function))
         wrapped = getattr(function, "__wrapped__", None)
         if isinstance(wrapped, types.FunctionType):
             function = wrapped
         elif function.__code__.co_name != name and "<locals>." in function.__code__.co_qualname:
-            inner = [found for found in _reached(function) if found.__code__.co_name == name]
+            inner = [candidate for candidate in _reached(function) if candidate.__code__.co_name == name]
             function = inner[0] if len(inner) == 1 else function
     return function
 
@@ -59,11 +57,11 @@ def clone_chain(
     replacement: types.FunctionType,
     registries: Mapping[int, Any] = types.MappingProxyType({}),
 ) -> types.FunctionType | None:
-    """Return the same wrappers around ``replacement``; None if no closure cell leads to ``inner``.
+    """Return the same wrappers around ``replacement``; None if no closure cell reaches ``inner``.
 
-    ``registries`` take the place of others, which are given by their ids.
+    ``registries`` replace other registries, by their ids.
     """
-    # A wrapper that holds the function only as __wrapped__ calls it through something that was not cloned.
+    # A wrapper with the function only in __wrapped__ calls it through an object that was not cloned.
     if not any(_leads_to(value, inner, cells_only=True) for value in cells(wrapper)):
         return None
     clone: types.FunctionType = rebound(
@@ -74,19 +72,22 @@ def clone_chain(
 
 def between(wrapper: types.FunctionType, inner: types.FunctionType) -> list[types.FunctionType]:
     """Return the functions around ``inner``, from ``wrapper`` on."""
-    return [wrapper, *(found for found in _reached(wrapper) if found is not inner and _leads_to(found, inner))]
+    return [
+        wrapper,
+        *(function for function in _reached(wrapper) if function is not inner and _leads_to(function, inner)),
+    ]
 
 
 def registries_of(wrapper: types.FunctionType, inner: types.FunctionType) -> Iterator[MutableMapping[Any, Any]]:
-    """Yield the registries in closure cells of wrappers around ``inner``, from which they choose what to call."""
+    """Yield the registries in closure cells of wrappers around ``inner``, in which they look up functions."""
     for function in between(wrapper, inner):
         yield from (value for value in cells(function) if isinstance(value, MutableMapping))
 
 
 def copied_registry(registry: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """Return a registry of its own with the same values, which are not copied."""
+    """Return a copy of a registry with the same values."""
     copied = copy.copy(registry)
-    # A class of registries holds what was added in attributes.
+    # A registry class stores its entries in attributes.
     for name, value in vars(copied).items() if hasattr(copied, "__dict__") else ():
         if isinstance(value, MutableMapping):
             vars(copied)[name] = copy.copy(value)
@@ -94,45 +95,45 @@ def copied_registry(registry: MutableMapping[Any, Any]) -> MutableMapping[Any, A
 
 
 def variables_that_lead_to(inner: types.FunctionType, wrapper: types.FunctionType) -> set[str]:
-    """Return the closure variables of a wrapper that lead to ``inner``."""
+    """Return the closure variables of a wrapper that reach ``inner``."""
     named = zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)
     return {name for name, cell in named if _leads_to(contents(cell), inner)}
 
 
 def transplant(original: types.FunctionType, code: types.CodeType, namespace: dict[str, Any]) -> types.FunctionType:
-    """Return a copy of ``original`` with the code ``code``."""
+    """Return a copy of ``original`` with other code and globals."""
     function = types.FunctionType(code, namespace, original.__name__, original.__defaults__, original.__closure__)
     copy_attributes(original, function)
     return function
 
 
 def _reached(function: types.FunctionType, cells_only: bool = False) -> list[types.FunctionType]:
-    """Return the functions that closure cells (and ``__wrapped__``) lead to, each once, without the function itself."""
-    found: dict[int, types.FunctionType] = {id(function): function}
+    """Return the functions that closure cells (and ``__wrapped__``) reach, each once, without the function itself."""
+    functions: dict[int, types.FunctionType] = {id(function): function}
     waiting = [function]
     while waiting:
         current = waiting.pop()
         wrapped = () if cells_only else (getattr(current, "__wrapped__", None),)
         for value in (*cells(current), *wrapped):
-            if isinstance(value, types.FunctionType) and id(value) not in found:
-                found[id(value)] = value
+            if isinstance(value, types.FunctionType) and id(value) not in functions:
+                functions[id(value)] = value
                 waiting.append(value)
-    return list(found.values())[1:]
+    return list(functions.values())[1:]
 
 
 def _leads_to(value: Any, inner: types.FunctionType, cells_only: bool = False) -> bool:
     if not isinstance(value, types.FunctionType):
         return False
-    return value is inner or any(found is inner for found in _reached(value, cells_only))
+    return value is inner or any(reached is inner for reached in _reached(value, cells_only))
 
 
 def hand_on_keywords(wrapper: types.FunctionType, inner: types.FunctionType) -> bool:
-    """Return whether all wrappers around ``inner`` only pass all of their further keywords on to it."""
+    """Return whether all wrappers around ``inner`` only pass their additional keywords on to it."""
     return all(_hands_on(function, inner) for function in between(wrapper, inner))
 
 
 def _hands_on(wrapper: types.FunctionType, inner: types.FunctionType) -> bool:
-    """Return whether a wrapper's text passes ``**keywords`` in each call of the wrapped function, and nowhere else."""
+    """Return whether a wrapper passes ``**keywords`` in each call of the wrapped function, and nowhere else."""
     try:
         node = definition_of(wrapper)
     except SourceError:
@@ -140,18 +141,18 @@ def _hands_on(wrapper: types.FunctionType, inner: types.FunctionType) -> bool:
     if node is None or node.args.kwarg is None:
         return False
     keywords, wrapped = node.args.kwarg.arg, variables_that_lead_to(inner, wrapper)
-    body = [found for statement in node.body for found in ast.walk(statement)]
-    if any(isinstance(found, ast.arg) and found.arg in {keywords, *wrapped} for found in body):
+    body = [child for statement in node.body for child in ast.walk(statement)]
+    if any(isinstance(child, ast.arg) and child.arg in {keywords, *wrapped} for child in body):
         return False
-    handed = [found for found in body if isinstance(found, ast.Call) and _hands(found, wrapped, keywords)]
-    names = [found.id for found in body if isinstance(found, ast.Name)]
+    calls = [child for child in body if isinstance(child, ast.Call) and _passes_keywords(child, wrapped, keywords)]
+    names = [child.id for child in body if isinstance(child, ast.Name)]
     if {"locals", "vars"} & {*names}:
         return False
     uses = sum(names.count(name) for name in wrapped)
-    return len(handed) == names.count(keywords) == uses > 0
+    return len(calls) == names.count(keywords) == uses > 0
 
 
-def _hands(call: ast.Call, wrapped: set[str], keywords: str) -> bool:
+def _passes_keywords(call: ast.Call, wrapped: set[str], keywords: str) -> bool:
     """Return whether a call is ``wrapped(..., **keywords)``."""
     starred = [word.value for word in call.keywords if word.arg is None]
     return (
@@ -162,20 +163,20 @@ def _hands(call: ast.Call, wrapped: set[str], keywords: str) -> bool:
 
 
 HostTargets = Mapping[str, tuple[types.FunctionType, ...]]
-"""Static and class methods that hold sites, by name: what ``self.name(...)`` may call."""
+"""Static and class methods with sites, by name: the possible targets of ``self.name(...)``."""
 
 _NO_TARGETS: HostTargets = types.MappingProxyType({})
 
 
-_TORCH_PRODUCTS = "torch.nn.functional"
-_NO_PRODUCTS = sys.stdlib_module_names | {"torch"}
+_TORCH_FUNCTIONAL = "torch.nn.functional"
+_NOT_SEARCHED = sys.stdlib_module_names | {"torch"}
 
 
 class Rebuilder:
-    """Rewriter of functions that rewrites each once and caches the results.
+    """Rewriter of functions, which rewrites each once and caches the results.
 
     Attributes:
-        files: source files by (path, id of the globals their functions run in, compiler flags).
+        files: source files by (path, id of the globals of their functions, compiler flags).
         modules: the globals of rewritten functions.
         done: results by id of the function and of its ``host_targets``, with that function.
     """
@@ -191,36 +192,36 @@ class Rebuilder:
         flags = future_flags(function.__code__)
         key = (function.__code__.co_filename, id(function.__globals__), flags)
         if key not in self.files or not self.files[key].holds(function):
-            # Read again: a module may have been reloaded.
+            # Read again, because a module may have been reloaded.
             self.files[key] = SourceFile(key[0], function.__globals__, flags, qualified=self.qualified)
         return self.files[key]
 
     def settle(self) -> None:
-        """Let callers pass a host to functions that were rebuilt after them."""
+        """Register the functions that were rebuilt since, so that callers pass them a host."""
         self.modules.settle()
 
     def refresh(self) -> None:
-        """Bring all synthetic modules up to date: globals may have been set since they were made."""
+        """Update all synthetic modules, because globals may have been set in the meantime."""
         self.modules.refresh()
 
     def names_read(self, attribute: Any) -> set[str]:
-        """Return the attribute names in the text of a function and of the helpers it reaches."""
+        """Return the attribute names in the source of a function and of the helpers that it reaches."""
         plain = _plain(attribute)
         return self._names_read(plain, None, set()) if plain is not None else set()
 
-    def _names_read(self, function: types.FunctionType, name: str | None, seen: set[int]) -> set[str]:
+    def _names_read(self, function: types.FunctionType, name: str | None, visited: set[int]) -> set[str]:
         function = innermost(function, name)
-        if id(function) in seen:
+        if id(function) in visited:
             return set()
-        seen.add(id(function))
+        visited.add(id(function))
         try:
             source = self.file(function).find(function)
         except SourceError:
-            # Without text, read the names in the compiled code.
+            # Without source, read the names in the compiled code.
             return set(function.__code__.co_names)
         names = set(source.attributes_read)
         for called, helper in self._helpers(function, source):
-            names |= self._names_read(helper, called, seen)
+            names |= self._names_read(helper, called, visited)
         return names
 
     def _helpers(
@@ -235,24 +236,24 @@ class Rebuilder:
                 yield call.target[-1], target
 
     def needs_host(self, attribute: Any, name: str | None = None, host_targets: HostTargets = _NO_TARGETS) -> bool:
-        """Return whether a function without a module argument holds a site, or calls a function that does."""
+        """Return whether a function without a module argument contains a site, or calls a function that does."""
         plain = _plain(attribute)
         return plain is not None and self._needs_host(plain, name, host_targets, set())
 
     def holds_sites(self, value: Any) -> bool:
-        """Return whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
+        """Return whether a value is a function, or a ``functools.partial`` of one, that contains or reaches sites."""
         value = value.func if isinstance(value, functools.partial) else value
         return _may_be_rewritten(value) and any(
             site.edits and not operation(site.operation).is_place for site in self.rebuild(value).sites
         )
 
     def _needs_host(
-        self, function: types.FunctionType, name: str | None, host_targets: HostTargets, seen: set[int]
+        self, function: types.FunctionType, name: str | None, host_targets: HostTargets, visited: set[int]
     ) -> bool:
         function = innermost(function, name)
-        if id(function) in seen:
+        if id(function) in visited:
             return False
-        seen.add(id(function))
+        visited.add(id(function))
         try:
             source = self.file(function).find(function)
         except SourceError:
@@ -260,16 +261,16 @@ class Rebuilder:
         if not source.host_is_argument:
             return False
         return any(site.edits for site in source.sites) or any(
-            self._needs_host(target, call.target[-1], host_targets, seen)
+            self._needs_host(target, call.target[-1], host_targets, visited)
             for call in source.calls
             for target in _targets(function, call, host_targets)
         )
 
     def rebuild(self, attribute: Any, name: str | None = None, host_targets: HostTargets = _NO_TARGETS) -> Rebuilt:
-        """Rewrite a function as it is stored in a class or module: plain, a property, or under decorators."""
+        """Return the result for a function as it is stored in a class or module: plain, a property, or decorated."""
         if isinstance(attribute, property):
             if str(getattr(attribute.fget, "__module__", "")).partition(".")[0] == "torch":
-                # Those of parametrized layers call modules, and hold no product themselves.
+                # Properties of parametrized layers call modules, and contain no quantizable call.
                 return Rebuilt()
             inner = self.rebuild(attribute.fget, name, host_targets)
             function = property(inner.function, attribute.fset, attribute.fdel) if inner.function else None
@@ -277,7 +278,7 @@ class Rebuilder:
         if isinstance(attribute, staticmethod | classmethod):
             inner = self.rebuild(attribute.__func__, name, host_targets)
             if inner.is_method and inner.function is not None:
-                # By its text the first argument is the module; the class shows that it is not.
+                # The source suggests that the first argument is the module, but the class shows that it is not.
                 return Rebuilt(problem=ReasonCode.LATE_DECORATOR.text(name=name))
             return replace(inner, function=type(attribute)(inner.function) if inner.function else None)
         if not isinstance(attribute, types.FunctionType):
@@ -285,7 +286,7 @@ class Rebuilder:
         key = (id(attribute), frozenset(id(target) for targets in host_targets.values() for target in targets))
         if key not in self.done:
             result = Rebuilt()
-            # Registered before the work is done: two functions that call each other would recurse for ever.
+            # Registered before the work is done, because two functions may call each other.
             self.done[key] = (attribute, result)
             try:
                 self._rebuild(attribute, name, host_targets, result)
@@ -314,21 +315,21 @@ class Rebuilder:
     def _registries(
         self, wrapper: types.FunctionType, inner: types.FunctionType, result: Rebuilt
     ) -> dict[int, MutableMapping[Any, Any]]:
-        """Return copies of the registries from which wrappers choose, with rewritten functions in them, by the id.
+        """Return copies of the registries of wrappers, with rewritten functions in them, by the id of the original.
 
-        What has sites in helpers alone stays as it is: a helper that makes several products has one site for all.
+        Functions with sites only in helpers are not replaced, because a shared helper has one site for all of them.
         """
-        found: dict[int, MutableMapping[Any, Any]] = {}
+        copies: dict[int, MutableMapping[Any, Any]] = {}
         for registry in registries_of(wrapper, inner):
             for name, value in dict(registry).items():
                 rebuilt = self.rebuild(value) if _may_be_rewritten(value) else Rebuilt()
                 if rebuilt.function is None or not any(site.edits for site in rebuilt.own):
                     continue
                 result.helpers.append(rebuilt)
-                if id(registry) not in found:
-                    found[id(registry)] = copied_registry(registry)
-                found[id(registry)][name] = rebuilt.function
-        return found
+                if id(registry) not in copies:
+                    copies[id(registry)] = copied_registry(registry)
+                copies[id(registry)][name] = rebuilt.function
+        return copies
 
     def _rewrite(
         self, function: types.FunctionType, host_targets: HostTargets, result: Rebuilt
@@ -349,22 +350,24 @@ class Rebuilder:
         result.host_is_argument = source.takes_host
         for names in sorted(source.values_read):
             value = _look_up(function.__globals__, names)
-            for found in [value] if _may_be_rewritten(value) else _items(value):
-                is_item = found is not value
-                if id(found) not in receivers and (is_item or self.needs_host(found, names[-1], host_targets)):
-                    result.passed_on.append(self.rebuild(found, None if is_item else names[-1], host_targets))
+            for helper_function in [value] if _may_be_rewritten(value) else _items(value):
+                is_item = helper_function is not value
+                if id(helper_function) not in receivers and (
+                    is_item or self.needs_host(helper_function, names[-1], host_targets)
+                ):
+                    result.passed_on.append(self.rebuild(helper_function, None if is_item else names[-1], host_targets))
         result.refused = file.refused
         if not replaced and not source.changed:
             return None
         code = file.code(source.key)
         if code.co_freevars != function.__code__.co_freevars:
-            raise SourceError(f"{file.path}: {source.key[0]} has other closure variables once it is rewritten")
+            raise SourceError(f"{file.path}: rewriting changes the closure variables of {source.key[0]}")
         result.key = (file.rewritten_name, source.key)
-        made = transplant(function, code, self.modules.namespace(function.__globals__, replaced, receivers))
+        rewritten = transplant(function, code, self.modules.namespace(function.__globals__, replaced, receivers))
         mark = next((site.mark for site in source.sites if site.edits), None)
         if mark is None or source.is_method or source.host_is_argument or source.host is None:
-            return made
-        return guarded(made, function, source.host, mark)
+            return rewritten
+        return guarded(rewritten, function, source.host, mark)
 
     def _pass_host(
         self,
@@ -374,7 +377,7 @@ class Rebuilder:
         host_targets: HostTargets,
         result: Rebuilt,
     ) -> dict[int, tuple[types.FunctionType, Rebuilt]]:
-        """Activate the calls to whose targets the function passes its host; return those targets, by id."""
+        """Activate the calls whose targets need the function's host; return those targets, by id."""
         receivers: dict[int, tuple[types.FunctionType, Rebuilt]] = {}
         for call in source.calls:
             for target in _targets(function, call, host_targets):
@@ -393,12 +396,12 @@ class Rebuilder:
 
 
 def _may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
-    """Return whether a global is a function to search: none of Python's own, of torch's only those modules call."""
+    """Return whether a global is a function to search: not of Python's library, and of torch only ``nn.functional``."""
     if not isinstance(helper, types.FunctionType):
         return False
     module = helper.__module__ or ""
     package = module.partition(".")[0]
-    return package not in _NO_PRODUCTS or module == _TORCH_PRODUCTS
+    return package not in _NOT_SEARCHED or module == _TORCH_FUNCTIONAL
 
 
 def _plain(attribute: Any) -> types.FunctionType | None:
@@ -423,17 +426,17 @@ def _targets(
 
 def _items(registry: Any) -> tuple[types.FunctionType, ...]:
     """Return the functions in a plain dictionary, list or tuple."""
-    # Other kinds of registry compute their items.
+    # Other kinds of registries compute their items.
     values = registry.values() if type(registry) is dict else registry if type(registry) in (list, tuple) else ()
     return tuple(value for value in values if _may_be_rewritten(value))
 
 
 def _look_up(namespace: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """Return the object of a dotted name: a global, one of another module, a static or class method of a class."""
+    """Return the object of a dotted name: a global, an object of another module, or a static or class method."""
     value: Any = namespace.get(names[0])
     for name in names[1:]:
         if isinstance(value, types.ModuleType):
-            # The module's own dictionary: getattr on a lazy module would import half a library.
+            # The module's own dictionary, because getattr on a lazy module imports much of a library.
             value = value.__dict__.get(name)
         elif isinstance(value, type):
             value = inspect.getattr_static(value, name, None)
@@ -448,14 +451,14 @@ class Rebuilt:
     """Result of rewriting one function.
 
     Attributes:
-        function: replaces the original (None: it stays).
+        function: replaces the original; None: the original stays.
         host_is_argument: ``function`` needs a host from its callers, so it cannot replace the original.
-        is_method: its text says that its first argument is the module.
+        is_method: its source suggests that its first argument is the module.
         own: the sites in the function itself.
         helpers: results for the functions that it calls.
-        passed_on: results for those that it mentions, but that get no host here.
+        passed_on: results for functions that it mentions, but to which it passes no host.
         handed_to: names of static and class methods to which it passes its host.
-        key: which function of which file was rewritten.
+        key: file and key of the rewritten function.
         problem: why it could not be rewritten.
         refused: why operator patches were not applied to its file.
     """
@@ -472,27 +475,27 @@ class Rebuilt:
     refused: list[str] = field(default_factory=list)
 
     def reached(self) -> Iterator[Rebuilt]:
-        """Yield this result and those of all helpers it reaches, each once; helpers may call each other in a circle."""
-        seen: set[int] = set()
+        """Yield this result and those of all helpers it reaches, each once; helpers may call each other."""
+        visited: set[int] = set()
         waiting = [self]
         while waiting:
             current = waiting.pop(0)
-            if id(current) not in seen:
-                seen.add(id(current))
+            if id(current) not in visited:
+                visited.add(id(current))
                 yield current
                 waiting += current.helpers
 
     @property
     def sites(self) -> list[SiteSource]:
-        """Sites reached, those of helpers included; then those of helpers that get no host, with the reason."""
-        found: dict[SiteSource, None] = {}
+        """Sites in the function and its helpers, then sites in helpers without a host, with the reason."""
+        sites: dict[SiteSource, None] = {}
         refused: dict[SiteSource, None] = {}
         for rebuilt in self.reached():
-            found.update(dict.fromkeys(rebuilt.own))
+            sites.update(dict.fromkeys(rebuilt.own))
             for helper in rebuilt.passed_on:
                 refused.update({_without_host(site): None for other in helper.reached() for site in other.own})
-        names = {site.name for site in found}
-        return [*found, *(site for site in refused if site.name not in names)]
+        names = {site.name for site in sites}
+        return [*sites, *(site for site in refused if site.name not in names)]
 
     @property
     def keys(self) -> set[tuple[str, Key]]:
@@ -511,11 +514,11 @@ class Rebuilt:
 
     @property
     def hands_host_to(self) -> set[str]:
-        """Names of static and class methods that get a host, from helpers too."""
+        """Names of static and class methods that get a host, also from helpers."""
         return set().union(*(rebuilt.handed_to for rebuilt in self.reached()))
 
 
 def _without_host(site: SiteSource) -> SiteSource:
-    """Return the site as excluded, because its function gets no module."""
+    """Return the site as not quantized, because its function gets no module."""
     passed_on = ReasonCode.PASSED_ON.text(function=site.name.rpartition(".")[0])
     return replace(site, reason=site.reason or passed_on, edits=())

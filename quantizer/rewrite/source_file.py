@@ -1,4 +1,4 @@
-"""Source file: read, parsed, searched, rewritten, compiled."""
+"""A source file whose functions are searched, rewritten and compiled."""
 
 from __future__ import annotations
 import __future__
@@ -23,18 +23,18 @@ Key = tuple[str, int]
 
 
 class SourceFile:
-    """File whose functions can be rewritten.
+    """A file whose functions can be rewritten.
 
     Attributes:
-        path: the file that the functions' code objects name.
+        path: the file in the functions' code objects.
         module_name: the ``__name__`` in the globals of its functions.
-        text: the original text.
-        functions: every function found, with its sites, by (qualified name, first line).
+        text: the original source.
+        functions: every function, with its sites, by (qualified name, first line).
         refused: why operator patches for this file were not applied.
-        rewritten_name: the synthetic file name under which the rewritten text is compiled and listed.
+        rewritten_name: the synthetic file name under which the rewritten source is compiled and listed.
 
-    With ``qualified``, names of sites carry the class or module of their function: for a module in which two sites
-    would have the same name otherwise.
+    With ``qualified``, names of sites contain the class or module of their function, for modules in which two sites
+    would otherwise have the same name.
     """
 
     def __init__(self, path: str, namespace: dict[str, Any], flags: int = 0, *, qualified: bool = False) -> None:
@@ -49,7 +49,7 @@ class SourceFile:
         patched = apply_operator_patches(self.text, tree, self.module_name)
         if patched.applied:
             tree = _compiled(patched.text, path, ast.PyCF_ONLY_AST)
-        # A module may also run text from elsewhere, such as what is generated of an ONNX file: each has its own name.
+        # A module may also run source from elsewhere, such as code generated from an ONNX file, with its own name.
         name = self.module_name if self.module_name != "__main__" and namespace.get("__file__") == path else path
         added = registered_operations()
         again = f", patches {changes()}" if patched.applied else f", operations {added}" if added else ""
@@ -58,7 +58,7 @@ class SourceFile:
         self._index = LineIndex(patched.text)
         self._loaded = _Compilation(self.text, path, flags)
         self.functions: dict[Key, FunctionSource] = find_functions(
-            tree, self._index, namespace, path, qualified, self._loaded.whole
+            tree, self._index, namespace, path, qualified, self._loaded.by_key
         )
         for key, patches in patched.applied.items():
             self.functions[key].patches = patches
@@ -73,26 +73,26 @@ class SourceFile:
             raise SourceError(f"{self.path}: {key[0]} differs from the loaded code; was the file changed after import?")
         if key not in self.functions:
             raise SourceError(
-                f"{self.path}: {key[0]} is a lambda or made inside another function, so what it computes stays in "
-                "float; to quantize it, define it with def at the top of its file"
+                f"{self.path}: {key[0]} is a lambda or defined inside another function, so its operations stay in "
+                "float; to quantize them, define it with def at the top of its file"
             )
         return self.functions[key]
 
     def holds(self, function: types.FunctionType) -> bool:
-        """Return whether a function was loaded from the present text."""
+        """Return whether a function was loaded from the present source."""
         return self.holds_code(function.__code__)
 
     def holds_code(self, code: types.CodeType) -> bool:
-        """Return whether ``code`` was compiled from the present text."""
+        """Return whether ``code`` was compiled from the present source."""
         return self._loaded.holds(code)
 
     def rewritten_text(self, only: Collection[Key] | None = None) -> str:
-        """Return the text with the sites of all functions, or of ``only`` some, wrapped."""
+        """Return the source with the sites of all functions, or only of ``only``, wrapped."""
         chosen = self.functions.values() if only is None else [self.functions[key] for key in only]
         return apply_edits(self._index.data, (edit for function in chosen for edit in function.edits()))
 
     def pass_host(self, call: HelperCall) -> None:
-        """Let a call pass its host from now on."""
+        """Make a call pass its host from now on."""
         if not call.active:
             call.active = True
             self._codes = None
@@ -100,8 +100,8 @@ class SourceFile:
     def code(self, key: Key) -> types.CodeType:
         """Return the compiled code of a rewritten function.
 
-        The whole text is compiled, never a snippet, so that line numbers, ``super()`` and closures come out as in the
-        original; and it is registered in ``linecache`` so that tracebacks and ``inspect.getsource`` show it.
+        The complete source is compiled, so that line numbers, ``super()`` and closures equal the original's. It is
+        registered in ``linecache``, so that tracebacks and ``inspect.getsource`` show it.
         """
         if self._codes is None:
             text = self.rewritten_text()
@@ -113,62 +113,61 @@ class SourceFile:
         return self._codes[key]
 
     def diff(self, only: Collection[Key]) -> str:
-        """Return a unified diff of the original text and the text with the functions ``only`` rewritten."""
+        """Return a unified diff of the original source and the source with only these functions rewritten."""
         before = self.text.splitlines(keepends=True)
         after = self.rewritten_text(only).splitlines(keepends=True)
         return "".join(difflib.unified_diff(before, after, self.path, self.rewritten_name))
 
 
 def read_source(path: str, namespace: dict[str, Any]) -> str:
-    """Return the text of a file, also of a notebook cell or a zipped module (through ``linecache``)."""
+    """Return the source of a file, also of a notebook cell or a zipped module (through ``linecache``)."""
     linecache.checkcache(path)
     lines = linecache.getlines(path, namespace)
     if not lines:
         raise SourceError(
-            f"{path}: the source cannot be read, so what its functions compute is not quantized; define them in a "
-            "file or a notebook's cell to have it quantized"
+            f"{path}: the source cannot be read, so its functions are not quantized; define them in a file or a "
+            "notebook cell"
         )
     return "".join(lines)
 
 
 def definition_of(function: types.FunctionType) -> ast.FunctionDef | None:
-    """Return the ``def`` of a loaded function; None for a lambda, or if the text is not that of the loaded code."""
+    """Return the ``def`` of a loaded function; None for a lambda, or if the source differs from the loaded code."""
     code = function.__code__
     text = read_source(code.co_filename, function.__globals__)
     try:
         tree = _compiled(text, code.co_filename, ast.PyCF_ONLY_AST)
-        held = _Compilation(text, code.co_filename, future_flags(code)).holds(code)
+        is_current = _Compilation(text, code.co_filename, future_flags(code)).holds(code)
     except SyntaxError:
         return None
-    if not held:
+    if not is_current:
         return None
     definitions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return next((node for node in definitions if first_line(node) == code.co_firstlineno), None)
 
 
 def future_flags(code: types.CodeType) -> int:
-    """Return the compiler flags of ``code``: a notebook compiles a cell with the __future__ imports of earlier ones."""
+    """Return the compiler flags of ``code``: a notebook cell has the __future__ imports of earlier cells."""
     return code.co_flags & __future__.annotations.compiler_flag
 
 
 class _Compilation:
-    """The code of the functions of a text, to tell whether a loaded function was compiled from it."""
+    """Compiled functions of a source, to check whether a loaded function was compiled from it."""
 
     def __init__(self, text: str, path: str, flags: int) -> None:
         self._text, self._path, self._flags = text, path, flags
-        self.whole = _by_key(_compiled(text, path, flags))
+        self.by_key = _by_key(_compiled(text, path, flags))
 
     def holds(self, code: types.CodeType) -> bool:
-        """Return whether ``code`` was compiled from the text."""
+        """Return whether ``code`` was compiled from the source."""
         key = (code.co_qualname, code.co_firstlineno)
-        return code == self.whole.get(key) or code == self._singly.get(key)
+        return code == self.by_key.get(key) or code == self._singly.get(key)
 
     @cached_property
     def _singly(self) -> dict[Key, types.CodeType]:
-        """The code of the text compiled statement by statement, as a notebook compiles a cell.
+        """Code of the source compiled statement by statement, as a notebook compiles a cell.
 
-        It is other bytecode than that of the whole text: CPython calls ``F.relu`` in another way where it sees that the
-        same text imports ``F``.
+        Its bytecode differs: CPython calls ``F.relu`` in another way if the same source imports ``F``.
         """
         codes: dict[Key, types.CodeType] = {}
         for statement in _compiled(self._text, self._path, ast.PyCF_ONLY_AST).body:
@@ -178,7 +177,7 @@ class _Compilation:
 
 def _compiled(text: str | ast.Module, name: str, flags: int) -> Any:
     with warnings.catch_warnings():
-        # Python gave these warnings when it first compiled the file, such as for a wrong escape in a string.
+        # Python already gave these warnings when it compiled the file, such as for a wrong escape in a string.
         warnings.simplefilter("ignore")
         return compile(text, name, "exec", flags, dont_inherit=True)
 

@@ -1,4 +1,4 @@
-"""Contents of a function's text: its sites, the helpers it calls, the edits that rewrite it."""
+"""Results of the search in a function's source: its sites, the helpers it calls, the edits that rewrite it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ Form = Literal["call", "method", "operator", "inplace"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteSource:
-    """Quantizable call in the text of a function.
+    """A quantizable call in the source of a function.
 
-    ``name`` is ``FUNCTION.OPERATION_N``, counted in the order of the text, so that saved ranges survive an update of
-    the library that moves lines. ``reason`` says why the text cannot be rewritten here (None: it can); ``equation``
-    is that of an einsum, ``called`` the last name of what is called (empty for an operator), and ``counts`` says that
-    it adds a number that stands in the text, as a counter does.
+    Attributes:
+        name: ``FUNCTION.OPERATION_N``, counted in the order of the source, so that saved ranges stay valid if an update
+            of the library moves lines.
+        reason: why the source cannot be rewritten here; None: it can.
+        equation: the equation of an einsum.
+        called: the last name of the called function; empty for an operator.
+        counts: whether it adds a literal number, as a counter does.
     """
 
     name: str
@@ -35,12 +38,12 @@ class SiteSource:
 
     @property
     def in_place(self) -> bool:
-        """Flag of a call that writes its result into the first argument, as torch's trailing ``_`` says."""
+        """True for a call that writes its result into the first argument, as torch's trailing ``_`` indicates."""
         return self.form == "inplace" or self.called.endswith("_")
 
     @property
     def attribute(self) -> str:
-        """Attribute of the host module that holds the site; rewritten text calls it."""
+        """Attribute of the host module with the site, which rewritten source calls."""
         return "site_" + self.name.replace(".", "_")
 
     @property
@@ -51,12 +54,15 @@ class SiteSource:
 
 @dataclass(kw_only=True, slots=True)
 class HelperCall:
-    """Call of a possible helper that needs a host, or another expression that results in one.
+    """A call of a possible helper that needs a host, or another expression that returns one.
 
-    ``target`` is the dotted name that is called; ``of_class`` says that it is an attribute of the module or of its
-    class, and ``item`` that it is a registry, of which one item is taken. The object of the name is only known when
-    the function is rebuilt: then the call is made ``active``, and its edits take part. It stays active, because
-    passing a host to a function that needs none has no effect.
+    The object of the name is only known when the function is rebuilt. Then the call is made ``active``, and its edits
+    apply. It stays active, because passing a host to a function that needs none has no effect.
+
+    Attributes:
+        target: the dotted name of the function.
+        of_class: whether the name is an attribute of the module or of its class.
+        item: whether the name is a registry, and one of its items is used.
     """
 
     target: tuple[str, ...]
@@ -68,23 +74,23 @@ class HelperCall:
 
 @dataclass(kw_only=True, slots=True)
 class FunctionSource:
-    """Module-level function or method, with the results of the search in it.
+    """A module-level function or method, with the results of the search in it.
 
     Attributes:
         key: (qualified name, first line), as in its code object.
-        host: the name of the argument that is the module (None: no such argument).
-        is_method: the host is the first argument of a method.
-        host_is_argument: the host is an argument that rewriting adds, for callers to pass theirs.
-        why_no_host: why there is none.
+        host: the name of the argument that is the module; None without one.
+        is_method: whether the host is the first argument of a method.
+        host_is_argument: whether rewriting adds the host as an argument, which callers pass.
+        why_no_host: why there is no host.
         parameter: the edit that adds the argument.
         sites: quantizable calls.
         calls: calls of possible helpers.
-        live: edits by which it reads and writes its globals in the original module.
+        live: edits that make it read and write its globals in the original module.
         views: edits that hide the sites from a loop over the children of a module, or keep torch in Python.
-        patches: operator patches that its text already contains.
-        globals_read: global names in its text.
-        values_read: dotted names in its text that are not called.
-        attributes_read: attribute names in its text.
+        patches: operator patches that its source already contains.
+        globals_read: global names in its source.
+        values_read: dotted names in its source that are not called.
+        attributes_read: attribute names in its source.
     """
 
     key: tuple[str, int]
@@ -103,12 +109,12 @@ class FunctionSource:
     attributes_read: set[str] = field(default_factory=set)
 
     def edits(self) -> Iterator[Edit]:
-        """Yield all edits of the function's text in its present state."""
+        """Yield all edits of the function's source in its present state."""
         yield from self._changes()
         yield from self.live
 
     def _changes(self) -> Iterator[Edit]:
-        """Yield the edits that make rewriting necessary; none if the text needs no change."""
+        """Yield the edits that make rewriting necessary; none if the source needs no change."""
         if self.parameter is not None and self.takes_host:
             yield self.parameter
         yield from (edit for site in self.sites for edit in site.edits)
@@ -117,12 +123,12 @@ class FunctionSource:
 
     @property
     def changed(self) -> bool:
-        """Flag of a function that must be rewritten, in the present state of its text."""
+        """True if the function must be rewritten, in the present state of its source."""
         return bool(self.patches) or any(True for _ in self._changes())
 
     @property
     def takes_host(self) -> bool:
-        """Flag of a function that needs a host from its callers, in the present state of its text."""
+        """True if the function needs a host from its callers, in the present state of its source."""
         return self.host_is_argument and (
             any(site.edits for site in self.sites) or any(call.active for call in self.calls)
         )

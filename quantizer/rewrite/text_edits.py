@@ -1,7 +1,7 @@
-"""Edits of text at the positions in a syntax tree, without moving a line.
+"""Edits of source at the positions of a syntax tree, without moving a line.
 
-Legend: an ``Edit`` replaces ``length`` bytes at byte offset ``start`` of the file. ``ast`` counts columns in UTF-8
-bytes, hence bytes and not characters.
+Legend: an ``Edit`` replaces ``length`` bytes at byte offset ``start`` of the file. Offsets are bytes, because ``ast``
+counts columns in UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _OPEN = 2
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Replacement. ``order`` sorts edits at one position: closing text, then replacements, then opening text.
+    """A replacement. ``order`` sorts edits at one position: closing text, then replacements, then opening text.
 
-    ``depth`` is the nesting of the expression: at one position an outer expression opens before, and closes after, an
+    ``depth`` is the nesting of the expression: at one position, an outer expression opens before and closes after an
     inner one.
     """
 
@@ -31,12 +31,12 @@ class Edit:
 
     @classmethod
     def opening(cls, start: int, text: str, depth: int) -> Edit:
-        """Return the edit that puts text before an expression."""
+        """Return the edit that inserts text before an expression."""
         return cls(start, 0, text, _OPEN, depth)
 
     @classmethod
     def closing(cls, start: int, text: str, depth: int) -> Edit:
-        """Return the edit that puts text behind an expression."""
+        """Return the edit that inserts text after an expression."""
         return cls(start, 0, text, _CLOSE, -depth)
 
     @classmethod
@@ -46,9 +46,9 @@ class Edit:
 
 
 class LineIndex:
-    """Byte offsets of a text's lines.
+    """Byte offsets of the lines of a source.
 
-    Lines end at ``\n`` only: ``str.splitlines`` also cuts at form feeds, which the Python grammar does not.
+    Lines end only at ``\\n``: ``str.splitlines`` also splits at form feeds, which the Python grammar does not.
     """
 
     def __init__(self, text: str) -> None:
@@ -62,13 +62,13 @@ class LineIndex:
         return self._starts[node.lineno - 1] + node.col_offset
 
     def end(self, node: ast.expr | ast.stmt | ast.arg) -> int:
-        """Return the byte offset behind a node's last byte."""
+        """Return the byte offset after a node's last byte."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self._starts[node.end_lineno - 1] + node.end_col_offset
 
     def around(self, node: ast.expr, before: str, behind: str, depth: int) -> tuple[Edit, Edit]:
-        """Return the edits that put text before and behind an expression."""
+        """Return the edits that insert text before and after an expression."""
         return Edit.opening(self.start(node), before, depth), Edit.closing(self.end(node), behind, depth)
 
     def operator_as_comma(self, node: ast.BinOp, symbol: bytes) -> Edit | None:
@@ -82,14 +82,14 @@ class LineIndex:
 
 
 def first_line(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the first line of a function as its code object has it: that of its first decorator."""
+    """Return the first line of a function as in its code object, which includes decorators."""
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def find_symbol(data: bytes, symbol: bytes, start: int, end: int) -> int | None:
     """Return the offset of ``symbol`` in ``data[start:end]``, skipping comments; None if it is not there.
 
-    The range lies between two operands, so it only holds white space, parentheses, comments and the symbol.
+    The range is between two operands, so it contains only white space, parentheses, comments and the symbol.
     """
     position = start
     while position < end:
@@ -104,7 +104,7 @@ def find_symbol(data: bytes, symbol: bytes, start: int, end: int) -> int | None:
 
 
 def apply_edits(data: bytes, edits: Iterable[Edit]) -> str:
-    """Return the text with all edits applied. No edit may hold a newline: line numbers stay true."""
+    """Return the source with all edits applied. No edit may contain a newline, so that line numbers stay correct."""
     parts: list[bytes] = []
     position = 0
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.order, edit.depth)):

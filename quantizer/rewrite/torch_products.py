@@ -1,7 +1,7 @@
 """The ATen operations that multiply matrices, and their multiply-adds.
 
 They are independent of sites and of source code, so that both can be checked against them. A multiply-add is one
-multiplication and the addition of its result; masked elements, and those skipped as causal, count too.
+multiplication and the addition of its result. Masked elements, and those skipped as causal, count as well.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from torch import Tensor
 Arguments = Sequence[Any]
 
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-"""The dispatch key of operations that torch computes by others."""
+"""Dispatch key of operations that torch computes by other operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """An operation: the places of its operands among the arguments, and a function that counts its multiply-adds."""
+    """An operation: the positions of its operands among the arguments, and a function that counts its multiply-adds."""
 
     operands: tuple[int, ...]
     count: Callable[[Arguments, Any], int]
 
     def tensors(self, args: Arguments) -> list[Tensor]:
         """Return the operands; each tensor of a list of weights is one operand."""
-        found: list[Tensor] = []
+        operands: list[Tensor] = []
         for place in self.operands:
             value = args[place] if place < len(args) else None
             values = value if isinstance(value, list | tuple) else [value]
-            found += [item for item in values if isinstance(item, Tensor)]
-        return found
+            operands += [item for item in values if isinstance(item, Tensor)]
+        return operands
 
 
 def _matrices(first: int) -> Product:
-    """Return the product [.., M, K] by [.., K, N] of the arguments ``first`` and ``first`` + 1."""
+    """Return the operation [.., M, K] by [.., K, N] of the arguments ``first`` and ``first`` + 1."""
     return Product((first, first + 1), lambda args, _: args[first].numel() * args[first + 1].shape[-1])
 
 
 def _vector(first: int) -> Product:
-    """Return the product [.., K] by [K] of the arguments ``first`` and ``first`` + 1."""
+    """Return the operation [.., K] by [K] of the arguments ``first`` and ``first`` + 1."""
     return Product((first, first + 1), lambda args, _: args[first].numel())
 
 
 def _convolution(args: Arguments, result: Any) -> int:
     source, weight, transposed = args[0], args[1], len(args) > 6 and bool(args[6])
-    # Each element of the result is the product with one filter; transposed, each element of the input is multiplied so.
+    # Each element of the result takes one filter; if transposed, each element of the input does.
     elements: int = source.numel() if transposed else result.numel()
     return elements * int(weight[0].numel())
 
@@ -68,7 +68,7 @@ def _tokens(source: Tensor) -> tuple[int, int]:
 
 
 def _self_attention(weights: Sequence[int]) -> Callable[[Arguments, Any], int]:
-    """Return a counter for an attention or encoder layer on [B, S, E]: ``weights`` and the products of attention."""
+    """Return a counter for an attention or encoder layer on [B, S, E], with linears at the positions ``weights``."""
 
     def count(args: Arguments, result: Any) -> int:
         tokens, pairs = _tokens(args[0])
@@ -95,13 +95,13 @@ RECURRENT_KERNELS = {
     "aten::_cudnn_rnn": Product((0, 1), _recurrent((1,))),
     "aten::miopen_rnn": Product((0, 1), _recurrent((1,))),
 }
-"""Kernels that run a whole recurrence, by qualified name."""
+"""Kernels that run a complete recurrence, by qualified name."""
 
 FUSED_KERNELS = {
     "aten::_transformer_encoder_layer_fwd": Product((0, 3, 5, 14, 16), _self_attention((3, 5, 14, 16))),
     "aten::_native_multi_head_attention": Product((0, 5, 7), _self_attention((5, 7))),
 }
-"""Fast paths of torch that compute several products at once, by qualified name."""
+"""Fast paths of torch that fuse several matrix multiplications, by qualified name."""
 
 PRODUCTS: dict[str, Product] = {
     **{f"aten::{name}": _matrices(0) for name in ("mm", "bmm", "_int_mm", "_grouped_mm", "_scaled_mm")},
@@ -133,7 +133,7 @@ PRODUCTS: dict[str, Product] = {
 
 
 def product_name(func: Any) -> str | None:
-    """Return the name in ``PRODUCTS`` of an operation that a dispatch mode sees; None if it is no product."""
+    """Return the name of a dispatched operation in ``PRODUCTS``; None if it multiplies no matrices."""
     # The overload's name follows a dot.
     name: str = func.name().partition(".")[0]
     return name if name in PRODUCTS else None
@@ -142,8 +142,8 @@ def product_name(func: Any) -> str | None:
 def is_composite(func: Any) -> bool:
     """Return whether torch computes an operation by others, such as ``linear`` by ``addmm``; only those are counted.
 
-    One with a kernel of its own is not composite, also where torch has a decomposition in Python for graphs: that one
-    adds in another order, or lays its result out in another way.
+    An operation with its own kernel is not composite, even if torch has a decomposition in Python for graphs, because
+    that one adds in another order or returns another layout.
     """
     if not isinstance(func, torch._ops.OpOverload):
         return False

@@ -139,7 +139,11 @@ PROXY: Faults = [
     ("amp of another model", lambda: _calibrated().amp(Mlp().eval()), SERVED),
     ("quantize of another model", lambda: _calibrated().quantize(Mlp().eval()), SERVED),
     *(
-        (f"{call} of {kind}", lambda kind=kind, call=call: _proxy_of(kind, call), "proxy already; pass the float model")
+        (
+            f"{call} of {kind}",
+            lambda kind=kind, call=call: _proxy_of(kind, call),
+            "already a proxy; pass the float model",
+        )
         for kind in ("proxy", "calib", "quantize")
         for call in ("proxy", "calib", "amp", "quantize")
     ),
@@ -151,7 +155,7 @@ PROXY: Faults = [
     ("around a proxy", lambda: _plain().proxy(nn.Sequential(_plain().proxy(Mlp()))), "0 is already part of a proxy"),
     ("no module", lambda: _plain().proxy({}), r"torch\.nn\.Module, got dict"),
     ("no module to calibrate", lambda: _plain().calib({}), r"torch\.nn\.Module, got dict"),
-    ("a site's name", lambda: _proxy_with("site_forward_linear_0", 1), "site_forward_linear_0.*rename it"),
+    ("a site's name", lambda: _proxy_with("site_forward_linear_0", 1), "site_forward_linear_0.*rename the attribute"),
     ("no copy", lambda: _proxy_with("lock", threading.Lock()), "this Mlp cannot be copied.*lock.*__deepcopy__"),
     ("its own copy", lambda: _plain().calib(nn.Sequential(Itself(32, 32))), "0 returns itself as its copy"),
     ("export of a simulation", _export_of_a_simulation, r"export\(\) takes the model that quantize\(\) returned"),

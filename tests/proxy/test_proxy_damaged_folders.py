@@ -163,5 +163,5 @@ class _Hungry(nn.Module):
 
 
 def test_too_little_memory_is_told_plainly() -> None:
-    with pytest.raises(CalibrationError, match=r"too little memory for batch 0 .*: give smaller batches"):
+    with pytest.raises(CalibrationError, match=r"too little memory for batch 0 .*: use smaller batches"):
         Quantizer(preset="plain", backend="openvino").calibrate(_Hungry().eval(), [torch.zeros(4, 16)], progress=False)

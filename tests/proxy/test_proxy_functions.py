@@ -211,8 +211,8 @@ def test_a_helper_without_source_is_reported(tmp_path: Path) -> None:
     exec(compile("def attend(q, k): return q @ k.T", "<nowhere>", "exec"), vars(module))
     q = _check(module.Made(), "linear.forward.linear_0")
     assert _reasons(q) == {
-        "(the model)": "<nowhere>: the source cannot be read, so what its functions compute is not quantized; "
-        "define them in a file or a notebook's cell to have it quantized"
+        "(the model)": "<nowhere>: the source cannot be read, so its functions are not quantized; "
+        "define them in a file or a notebook cell"
     }
 
 
@@ -253,7 +253,7 @@ def test_code_that_was_replaced(tmp_path: Path) -> None:
         module.Made.forward.__code__ = replaced
         q = _check(module.Made(), "linear.forward.linear_0")
         (why,) = _reasons(q).values()
-        assert "differs from the loaded code" in why or "made inside another function" in why
+        assert "differs from the loaded code" in why or "defined inside another function" in why
 
 
 def test_a_helper_that_is_patched_after_the_proxy_was_made(tmp_path: Path) -> None:

@@ -105,10 +105,10 @@ def test_what_a_block_builds_is_patched(register) -> None:
 @pytest.mark.parametrize(
     ("function", "before", "after", "message"),
     [
-        ("positions", "ids.cumsum(2)", "ids", "does not stand there"),
-        ("Net.forward", "hidden", "h", "stands there 2 times"),
-        ("Net.absent", "hidden", "h", "there are 0 functions"),
-        ("positions", "ids.cumsum(1)", "ids.cumsum(", "it is no Python"),
+        ("positions", "ids.cumsum(2)", "ids", "is not found"),
+        ("Net.forward", "hidden", "h", "is found 2 times"),
+        ("Net.absent", "hidden", "h", "expected 1 function of this name, found 0"),
+        ("positions", "ids.cumsum(1)", "ids.cumsum(", "it is not valid Python"),
     ],
 )
 def test_a_patch_that_does_not_fit_is_refused_by_name(register, function, before, after, message) -> None:
@@ -128,8 +128,8 @@ def test_a_patch_that_does_not_fit_is_refused_by_name(register, function, before
     [
         ({"function": ""}, "package.module:function"),
         ({"after": "ids\\\n.cumsum(1)"}, "before has 1 lines and after 2"),
-        ({"after": "ids.cumsum(1)"}, "after another"),
-        ({"before": " "}, "some text"),
+        ({"after": "ids.cumsum(1)"}, "after must differ"),
+        ({"before": " "}, "must not be empty"),
     ],
 )
 def test_a_wrong_patch_is_refused_at_once(register, change, message) -> None:
@@ -140,7 +140,7 @@ def test_a_wrong_patch_is_refused_at_once(register, change, message) -> None:
 
 def test_a_name_is_taken_once(register) -> None:
     register()
-    with pytest.raises(SourceError, match="'sample': the name is taken"):
+    with pytest.raises(SourceError, match="'sample': the name is already registered"):
         register()
     with pytest.raises(SourceError, match=r"no operator patch 'other'; known: .*sample"):
         unregister_operator_patch("other")

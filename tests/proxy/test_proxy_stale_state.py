@@ -32,7 +32,7 @@ def _net() -> nn.Sequential:
 # -- weights that are picked at run time ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("picked", [{"which": 2}, {"samples": 20}, {"other": 1}], ids=str)
+@pytest.mark.parametrize("picked", [{"which": 2}, {"rows": 20}, {"other": 1}], ids=str)
 def test_a_weight_that_was_not_frozen_is_not_computed_with(picked: dict[str, int]) -> None:
     torch.manual_seed(0)
     model = net(
@@ -259,7 +259,7 @@ def test_a_calibration_that_cannot_begin_leaves_what_was_put_back() -> None:
     q.fallback(measuring, num=1)
     model.register_module("site_forward_linear_0", nn.Identity())
     model[0].site_forward_linear_0 = 3
-    with pytest.raises(ProxyError, match="the name of a site; rename it"):
+    with pytest.raises(ProxyError, match="the name of a site; rename the attribute"):
         q.calib(model)
     assert q.chosen_fallback is not None
 

@@ -329,7 +329,7 @@ def test_a_decorator_that_holds_the_function_in_no_cell_is_reported() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x @ x.T
 
-    for model, why in ((Listed(), "is a lambda or made inside another function"), (Marked(), "cannot be cloned")):
+    for model, why in ((Listed(), "is a lambda or defined inside another function"), (Marked(), "cannot be cloned")):
         q = _check(model)
         assert [row.kind for row in q.coverage] == ["source"]
         assert why in q.coverage[0].reason
@@ -526,8 +526,8 @@ def test_a_class_without_source_is_reported_and_the_rest_works() -> None:
     q = _check(namespace["Executed"](), "linear.forward.linear_0")
     rows = {row.name: row.reason for row in q.coverage if not row.quantized}
     assert rows == {
-        "(the model)": "<nowhere>: the source cannot be read, so what its functions compute is not quantized; "
-        "define them in a file or a notebook's cell to have it quantized"
+        "(the model)": "<nowhere>: the source cannot be read, so its functions are not quantized; "
+        "define them in a file or a notebook cell"
     }
 
 
