@@ -85,7 +85,7 @@ def _ranked(model: nn.Module, plan: Plan, batches: Sequence[Any]) -> list[str]:
 
 
 def with_setting(config: QuantizerConfig, setting: Mapping[str, Any]) -> QuantizerConfig:
-    """Return a configuration with one more setting; excluded sites are added to those of the configuration."""
+    """Return a configuration with one more setting; the lists of excluded sites are joined."""
     ((section, values),) = setting.items()
     current = config.model_dump(mode="json")[section]
     if section == "exclude":
@@ -165,9 +165,13 @@ class _Trial:
         if self._measured_candidates is None:
             self._measured_candidates = [self._try(setting) for setting in self._settings]
         return [
-            Fix(setting=_text(with_section_values(self._config, setting)), gain_db=whole - self._whole, alone_db=gain)
-            for setting, plan, whole in self._measured_candidates
-            if whole - self._whole >= _LEAST_GAIN_DB / 2
+            Fix(
+                setting=_text(with_section_values(self._config, setting)),
+                gain_db=plan_sqnr - self._whole,
+                alone_db=gain,
+            )
+            for setting, plan, plan_sqnr in self._measured_candidates
+            if plan_sqnr - self._whole >= _LEAST_GAIN_DB / 2
             and group in operands_of(plan)
             and math.isfinite(gain := self.sqnr(plan, group) - alone)
             and gain >= _LEAST_GAIN_DB
@@ -233,7 +237,7 @@ _TOKEN_SHARE = 0.01
 
 
 def smoothed(x: Tensor, planned: OperandPlan) -> Tensor:
-    """Return an activation multiplied by its factors [K] along the smoothed axis, as it is before rounding."""
+    """Return an activation multiplied by its factors [K] along the smoothed axis, as before rounding."""
     if planned.factor is None:
         return x
     assert planned.smooth_axis is not None

@@ -114,7 +114,7 @@ class SensitivityError(QuantizerError):
 
 
 class TrainingError(QuantizerError):
-    """Training that cannot start, continue or be resumed, or that has failed."""
+    """Training that cannot start, continue or be resumed, or failed."""
 
 
 class ExportError(QuantizerError):

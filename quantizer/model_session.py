@@ -141,7 +141,7 @@ class ModelSession:
         self.calibration, self.fixed, self.inherited, self._saved = session, None, None, None
 
     def scan_source(self, model: nn.Module) -> None:
-        """Store the sources that were not rewritten and the operator patches of a model, for the coverage report."""
+        """Store the problems of rewriting and the operator patches of a model, for the coverage report."""
         self._skipped, self._patches = list(skipped_sources(model)), applied_patches(model)
 
     def inherit_from(self, other: ModelSession, backend: str, *, share: bool = False) -> None:
@@ -162,9 +162,9 @@ class ModelSession:
                     "for_backend() needs the statistics of calibration, which the folder of this Quantizer does not "
                     "contain; calibrate again"
                 )
-            kept = None if other.calibration is None else other.calibration.observation().kept
+            batches = None if other.calibration is None else other.calibration.observation().kept
             self._use_calibration(None)
-            self.inherited, self.amp = Inherited(snapshot, kept, other.fingerprint), None
+            self.inherited, self.amp = Inherited(snapshot, batches, other.fingerprint), None
         if other.fallback is not None:
             self._carried = other.fallback, decided, backend
         if other._model is not None and (model := other._model()) is not None:
@@ -293,7 +293,7 @@ class ModelSession:
         return self.amp.proxy
 
     def _plan_search(self, plan: Plan) -> Callable[[], Callable[[Mapping[str, str]], Plan]]:
-        """Return a function that begins a search; its result maps groups kept in float to the plan as it is frozen."""
+        """Return a function that begins a search; its result maps groups kept in float to the frozen plan."""
 
         def begin() -> Callable[[Mapping[str, str]], Plan]:
             deciding = self._plan_source
@@ -307,7 +307,7 @@ class ModelSession:
         return begin
 
     def replace(self, plan: Plan) -> None:
-        """Use a plan with other scales from now on; a trained model stays the one that is quantized."""
+        """Use a plan with other scales from now on; ``quantize`` still returns a trained model."""
         fingerprint, products, regions = self.fingerprint, self.products(), self.regions()
         self.fixed = FixedPlan(
             plan=plan, products=products, regions=regions, fingerprint=fingerprint, scales_replaced=True
@@ -464,7 +464,7 @@ class ModelSession:
         return () if (deciding := self._plan_source) is None else deciding.products
 
     def regions(self) -> Float32Modules:
-        """Return the modules whose values exceed float16; none for a model that was quantized in place."""
+        """Return the modules whose values exceed float16; none for a model quantized in place."""
         return Float32Modules() if (deciding := self._plan_source) is None else deciding.regions
 
     @property

@@ -82,11 +82,11 @@ class Quantizer:
     def __repr__(self) -> str:
         fallback = self._session.fallback
         groups = 0 if fallback is None else len(fallback.groups)
-        kept = f", {groups} {'group' if groups == 1 else 'groups'} in float" if groups else ""
-        return f"Quantizer(backend={self.config.backend!r}, {self._session.described()}{kept})"
+        suffix = f", {groups} {'group' if groups == 1 else 'groups'} in float" if groups else ""
+        return f"Quantizer(backend={self.config.backend!r}, {self._session.described()}{suffix})"
 
     def proxy(self, model: Model) -> nn.Module:
-        """Return a proxy with all quantizers off: its outputs equal those of the model bit for bit.
+        """Return a proxy with all quantizers off, whose outputs equal the model's bit for bit.
 
         It has the model's train or eval mode. Use it to check that the rewritten source computes the same::
 
@@ -561,7 +561,7 @@ class Quantizer:
             return lowered
 
     def kernels(self, lowered: nn.Module) -> Kernels:
-        """Return the torch kernel of each quantized site of a lowered model, or the reason why it has none.
+        """Return the torch kernel of each quantized site of a lowered model, or the reason for a missing one.
 
         Example::
 

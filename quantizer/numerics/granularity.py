@@ -58,7 +58,7 @@ def scale_of_each(scale: Tensor, shape: Sequence[int], axis: int | None, block_s
 
 
 def in_memory_order(x: Tensor) -> Tensor:
-    """Return x [*] permuted to a contiguous tensor if possible, because passes over it are faster."""
+    """Return x [*] permuted to a contiguous tensor if possible, for faster passes."""
     if x.is_contiguous() or x.layout != torch.strided:
         return x
     strides = x.stride()

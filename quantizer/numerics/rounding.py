@@ -30,7 +30,7 @@ def nearest(exact: Tensor, kind: QType, zero_point: Tensor | None) -> Tensor:
 
 
 def as_stored(clamped: Tensor, kind: QType) -> Tensor:
-    """Return clamped quantized values in float32, rounded to the format if it is FP8."""
+    """Return clamped quantized values in float32; FP8 is rounded to the format."""
     return clamped.to(kind.storage).float() if kind.is_float else clamped
 
 
@@ -81,7 +81,7 @@ def _(x: Tensor, *others: Any) -> Tensor:
 
 
 def _edges(scale: Tensor, kind: QType, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest x that are not clipped: FP8 is clamped before rounding, integers after it."""
+    """Return the smallest and largest unclipped x: FP8 is clamped before rounding, integers afterwards."""
     if kind.is_float:
         return kind.qmin * scale, kind.qmax * scale
     shift = torch.zeros_like(scale) if zero_point is None else zero_point.to(scale.dtype)
@@ -156,7 +156,7 @@ def _lsq_of(
     x: Tensor,
     passed: Tensor,
 ) -> Tensor:
-    """Write the gradient of x to ``passed``; return that of the scale, broadcastable against ``in_blocks(x)``."""
+    """Write the gradient of x to ``passed``; return the scale's, broadcastable against ``in_blocks(x)``."""
     exact = in_blocks(x.float(), axis, block_size) / scale
     codes = nearest(exact.clone(), kind, zero_point)
     clamped = codes.clamp(kind.qmin, kind.qmax)

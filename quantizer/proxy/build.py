@@ -179,7 +179,7 @@ def places_of(proxy: nn.Module) -> Iterator[Place]:
 
 
 def quantizers_of(proxy: nn.Module) -> list[OperandQuantizer]:
-    """Return all operand quantizers of a proxy, including those of single calls, in the order of its modules."""
+    """Return all operand quantizers of a proxy, including quantizers of single calls, in the order of its modules."""
     return [module for module in proxy.modules() if isinstance(module, OperandQuantizer)]
 
 
@@ -278,7 +278,7 @@ _MODULES: WeakKeyDictionary[ExportedProgram, nn.Module] = WeakKeyDictionary()
 
 
 def module_of(model: Model) -> nn.Module:
-    """Return the module of an ``ExportedProgram``, the same at each call, with its parameter names; a module as it is.
+    """Return the module of an ``ExportedProgram``, the same at each call, with its parameter names; or the module.
 
     The checks of the program's guards are removed, because they restrict the data to the shapes of the examples.
     """
@@ -291,7 +291,7 @@ def module_of(model: Model) -> nn.Module:
 
 
 def refuse_compiled(model: object) -> None:
-    """Raise for a model that is a TorchScript module, which has no source; parts of a model may be TorchScript."""
+    """Raise for a TorchScript model, because TorchScript has no source; parts of a model may be TorchScript."""
     if isinstance(model, torch.jit.ScriptModule):
         raise ProxyError(
             f"{model.original_name} is compiled by torch.jit and has no Python source to quantize: pass the module "
@@ -311,7 +311,7 @@ def _with_named_convolutions(module: fx.GraphModule) -> fx.GraphModule:
 def _named_convolution(
     x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, added: Any, groups: int
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return the operator and its arguments for those of ``aten.convolution``; ``added`` is the output padding."""
+    """Return operator and arguments for a call of ``aten.convolution``; ``added``: the output padding."""
     axes = len(stride)
     if not transposed:
         return getattr(torch.ops.aten, f"conv{axes}d").default, (x, weight, bias, stride, padding, dilation, groups)

@@ -51,7 +51,7 @@ def calls_so_far() -> Counter[str] | None:
 
 
 def add_calls(calls: Mapping[str, int]) -> None:
-    """Count calls of sites that are skipped because their results are known."""
+    """Count skipped calls of sites, whose results are known."""
     for path, number in calls.items():
         if _PASS.counts is not None:
             _PASS.counts[path] = _PASS.counts.get(path, 0) + number

@@ -38,7 +38,7 @@ IMPLICIT = frozenset({"__iter__", "__len__", "__getitem__", "__contains__", "__r
 
 
 def own_functions(cls: type) -> dict[str, Any]:
-    """Return the functions that a class defines itself, by name, and its ``forward`` even if it is not a function."""
+    """Return the functions that a class defines itself, by name, and its ``forward`` of any type."""
     return {name: own for name, own in vars(cls).items() if name == "forward" or isinstance(own, FUNCTIONS)}
 
 
@@ -179,7 +179,7 @@ class ClassRewriter:
         return frozenset(name for of_class in functions for name in of_class if name in reached)
 
     def _names_read(self, attribute: Any) -> set[str]:
-        """Return the attribute names in the source of a function; none for a ``forward`` that is not a function."""
+        """Return the attribute names in the source of a function; none for a ``forward`` of another type."""
         if not isinstance(attribute, FUNCTIONS):
             return set()
         if attribute not in self.read:

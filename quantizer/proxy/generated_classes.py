@@ -184,16 +184,16 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 def reachable_in(model: nn.Module) -> frozenset[str]:
     """Return the names of the functions that a forward pass of a model or proxy may run."""
-    kept = [method.__name__ for module in model.modules() for method in kept_methods(module)]
+    method_names = [method.__name__ for module in model.modules() for method in kept_methods(module)]
     if any(_has_no_forward(original_class(module)) for module in model.modules()):
-        kept.append("__call__")
-    return REWRITER.reachable(model, original_class, kept)
+        method_names.append("__call__")
+    return REWRITER.reachable(model, original_class, method_names)
 
 
 def kept_methods(module: nn.Module) -> Iterator[types.MethodType]:
     """Yield the methods of modules in a module's attributes and hooks, also those that functions there refer to."""
-    for kept in vars(module).values():
-        for value in kept.values() if isinstance(kept, dict) else (kept,):
+    for attribute in vars(module).values():
+        for value in attribute.values() if isinstance(attribute, dict) else (attribute,):
             yield from (part for part in held(value) if _is_own(part))
 
 
@@ -204,11 +204,11 @@ def leads_to_forward(value: Any, module: nn.Module) -> bool:
 
 def rebind_kept(module: nn.Module, twin: Callable[[Any], Any]) -> None:
     """Make the functions in a module's attributes and hooks refer to ``twin(x)`` instead of x."""
-    for attribute, kept in vars(module).items():
-        if isinstance(kept, dict):
-            kept.update({key: rebound(value, twin) for key, value in kept.items() if isinstance(value, _CALLABLES)})
-        elif isinstance(kept, _CALLABLES):
-            vars(module)[attribute] = rebound(kept, twin)
+    for attribute, stored in vars(module).items():
+        if isinstance(stored, dict):
+            stored.update({key: rebound(value, twin) for key, value in stored.items() if isinstance(value, _CALLABLES)})
+        elif isinstance(stored, _CALLABLES):
+            vars(module)[attribute] = rebound(stored, twin)
 
 
 def rewritten_method(value: Any) -> types.MethodType | None:

@@ -215,8 +215,10 @@ class ScaledMatmul(_Product):
         codes = flat.to(self._activation.storage)
         if out is torch.bfloat16:
             return self._scaled_inside(codes, scale, bias).reshape(*x.shape[:-1], self._columns)
-        one = self._one
-        sums = torch._scaled_mm(codes, self._weight.t(), one, one, out_dtype=torch.float32)[:, : self._columns]
+        unit_scale = self._one
+        sums = torch._scaled_mm(codes, self._weight.t(), unit_scale, unit_scale, out_dtype=torch.float32)[
+            :, : self._columns
+        ]
         result = (sums * (self._scales * scale)).reshape(*x.shape[:-1], self._columns)
         return (result if bias is None else result + bias).to(out)
 
@@ -237,7 +239,7 @@ class ScaledMatmul(_Product):
 
 
 class TableLookup:
-    """A lookup in an embedding table, which dequantizes only the rows that are read.
+    """A lookup in an embedding table, which dequantizes only the rows in use.
 
     Args:
         weight: int8 [N, K].
@@ -432,7 +434,7 @@ def _values(value: Any) -> Any:
 
 
 class LazyWeight(OperandQuantizer):
-    """A stored weight that is dequantized only if code outside of its site computes with it.
+    """A stored weight, dequantized only if code outside of its site computes with it.
 
     Attributes:
         shown: the tensor that the module reads as its weight; None: it was not read yet.

@@ -25,7 +25,7 @@ Twin = Callable[[Tensor], Tensor | None]
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """Return an identity of a tensor's memory; None if it has no plain storage."""
+    """Return an identity of a tensor's memory; None without a plain storage."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return None
     identity: int = tensor.untyped_storage()._cdata
@@ -39,12 +39,12 @@ def reached_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 def tensors_of_functions(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the tensors that functions in the attributes of modules reach, each once, except those in hooks."""
-    kept = (value for module in modules for name, value in vars(module).items() if name not in _HOOKS)
-    return _tensors_in([value for value in _reached(list(kept), modules=False) if isinstance(value, _FUNCTIONS)])
+    attributes = (value for module in modules for name, value in vars(module).items() if name not in _HOOKS)
+    return _tensors_in([value for value in _reached(list(attributes), modules=False) if isinstance(value, _FUNCTIONS)])
 
 
 def replace_tensors(modules: Iterable[nn.Module], twin: Twin) -> None:
-    """Replace each tensor that has a twin by ``twin(tensor)``, wherever modules of a proxy reach it.
+    """Replace each tensor with a twin by ``twin(tensor)``, wherever modules of a proxy reach it.
 
     Objects of the proxy change in place. Objects in functions may belong to the user's model, so they are copied.
     """

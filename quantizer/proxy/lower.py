@@ -1,4 +1,4 @@
-"""Lowered proxies: the torch kernel of each frozen site or the reason why it has none, and the sites that call it."""
+"""Lowered proxies: the choice of a torch kernel for each frozen site, and the sites that call the kernels."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ class LoweredSite(Site):
     def _computed(
         self, kernel: Kernel, x: Tensor, bias: Any, shift: Tensor | None, window: Any, out: torch.dtype
     ) -> Any:
-        """Return the result, with a bias of another shape added after the kernel; None if it is not supported."""
+        """Return the result, with a bias of another shape added after the kernel; None for unsupported calls."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._computed(kernel, x, bias, shift, window, out)
@@ -305,7 +305,7 @@ class LoweredSite(Site):
         return None if result is None else (result + bias).to(out)
 
     def _shifted(self, bias: Any, shift: Tensor | None) -> Any:
-        """Return the bias with a shift; the sum with a parameter is cached, because it is frozen."""
+        """Return the bias with a shift; the sum is cached for a parameter, which cannot change."""
         if shift is None:
             return bias
         if bias is None:
@@ -371,7 +371,7 @@ _MARK = "_quantizer_lowered"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteKernel:
-    """The kernel of a quantized site of a lowered proxy, or why it has none.
+    """The kernel of a quantized site of a lowered proxy, or the reason for a missing one.
 
     Attributes:
         name: the site.
@@ -429,7 +429,7 @@ def is_lowered(model: nn.Module) -> bool:
 
 
 def kernels_of(lowered: nn.Module) -> list[SiteKernel]:
-    """Return the kernel of each quantized site, or the reason why it has none."""
+    """Return the kernel of each quantized site, or the reason for a missing one."""
     if not is_lowered(lowered):
         raise ProxyError("kernels() expects the model that lower() returned")
     entries = []

@@ -1,4 +1,4 @@
-"""Tensors that a proxy shares with the user's model, and hooks that are not copied with a proxy.
+"""Tensors that a proxy shares with the user's model, and hooks that copies of a proxy lose.
 
 A proxy in training always shares its tensors: changes apply to the model. A proxy that calibrates, measures or is
 frozen shares no buffers, because a forward pass may write into them.
@@ -144,7 +144,7 @@ def _written_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return an identity of a tensor's memory, or of the tensor if it has no plain storage."""
+    """Return an identity of a tensor's memory; without a plain storage, of the tensor."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
         return id(tensor)
     identity: int = tensor.untyped_storage()._cdata
@@ -152,7 +152,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def hand_back(module: nn.Module) -> None:
-    """Assign the current tensors of a module to its twin, if it has one."""
+    """Assign the current tensors of a module to its twin, if any."""
     twin = vars(module).get(_TWIN)
     if twin is None or twin.module is None:
         return
@@ -162,7 +162,7 @@ def hand_back(module: nn.Module) -> None:
 
 
 def hand_back_buffers(module: nn.Module) -> None:
-    """Assign buffers that a pass replaced (``self.mean = ...``) to the module's twin, if it has one."""
+    """Assign buffers that a pass replaced (``self.mean = ...``) to the module's twin, if any."""
     twin = vars(module).get(_TWIN)
     if twin is None or twin.module is None:
         return

@@ -428,7 +428,7 @@ class OperandQuantizer(nn.Module):
         return result
 
     def _scale_for(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Return the scale [*] for rounding x, with gradients if it is trained; ``rows``: x has only these rows."""
+        """Return the scale [*] for rounding x, with gradients in training; ``rows``: x has only these rows."""
         assert self.scale is not None
         scale = self.scale if rows is None else _of_rows(self.scale, rows)
         if self.change is not None:

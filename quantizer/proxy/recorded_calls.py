@@ -1,4 +1,4 @@
-"""Module calls of a proxy that are recorded in one pass and reused in later ones.
+"""Module calls of a proxy, recorded in one pass and reused in later ones.
 
 A call can be reused only if its output is its only effect. It is computed again in these cases: an argument or output
 is neither a tensor nor a plain value (such as a cache), it changed an argument in place, it set an attribute of its

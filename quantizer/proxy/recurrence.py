@@ -84,7 +84,7 @@ class RecurrentLayer(nn.Module):
 
 
 def as_operator(layer: Any, x: Tensor) -> RecordedLayer | None:
-    """Return a frozen layer as an operator; None if its single step is recorded as it is."""
+    """Return a frozen layer as an operator; None for a single step, which needs no operator."""
     # The source has a site for a projection even without one.
     inputs, step, *projection = layer.sites() if layer.projects else layer.sites()[:2]
     at_run_time = all(_at_run_time(site) for site in (inputs, step, *projection))
@@ -112,7 +112,7 @@ def _at_run_time(site: Site) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedLayer:
-    """A frozen layer that is exported as one operator.
+    """A frozen layer, exported as one operator.
 
     Attributes:
         kind: the name of its cell.

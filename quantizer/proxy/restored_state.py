@@ -47,7 +47,7 @@ class _Copy:
         return cls(tensor, tensor.detach().clone())
 
     def restore(self) -> Tensor:
-        """Restore the values and return the tensor, or the copy if it is an inference tensor."""
+        """Restore the values and return the tensor, or for an inference tensor a copy of its values."""
         if self.tensor.is_meta or self.tensor.layout is not torch.strided:
             return self.tensor
         if self.tensor.is_inference():

@@ -29,7 +29,7 @@ OUTPUT = "output"
 
 
 class ObservedPass(Protocol):
-    """A pass of a proxy that is observed: it receives each call of a site or place."""
+    """An observed pass of a proxy, which receives each call of a site or place."""
 
     def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor], ends: Tensor | None = None) -> None:
         """Receive the operands in the catalogue's order, None for missing ones; ``inside`` computes one more.
@@ -80,7 +80,7 @@ _FORMS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class SourceCall(nn.Module):
-    """A module that the rewritten source calls in place of an operation; it is not part of the user's model.
+    """A module that the rewritten source calls in place of an operation, outside of the user's model.
 
     Attributes:
         source: the operation's position in the source.
@@ -187,7 +187,7 @@ class Site(SourceCall):
         return self.operation.kind == "conv"
 
     def argument(self, index: int, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Return an operand that is an argument of a call; None if it is missing."""
+        """Return the argument of a call for an operand; None if missing."""
         operand = self.operation.operands[index]
         assert operand.index is not None
         return args[operand.index] if operand.index < len(args) else keywords.get(operand.keyword or "")
@@ -342,7 +342,7 @@ def move_beside_parameters(site: Site, proxy: nn.Module) -> None:
 
 
 class Place(SourceCall):
-    """A module that the rewritten source calls in place of an operation that is not a site."""
+    """A module that the rewritten source calls in place of an operation without quantized operands."""
 
     @property
     def result_site(self) -> Site | None:

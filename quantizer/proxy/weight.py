@@ -1,4 +1,4 @@
-"""Weights: operands that are parameters, views of parameters, or computed from parameters and buffers alone.
+"""Weights: parameters as operands, views of them, and tensors computed from parameters and buffers alone.
 
 A view, such as ``weight.t()``, is recorded as data: an offset, a reshape and a permutation. A computation, such as
 weight normalization or a mask, is recorded as a list of torch operations with their arguments. So a weight has values
@@ -229,7 +229,7 @@ _COPIES: dict[str, Callable[[list[Any], list[Any]], list[Any]]] = {
 
 
 def _checksum(value: Tensor) -> int:
-    """Return a checksum of a buffer's values; 0 for those that cannot be read, as on the meta device."""
+    """Return a checksum of a buffer's values; 0 without readable values, as on the meta device."""
     values = TensorStamp.of(value).values
     return values if isinstance(values, int) else 0
 
@@ -237,23 +237,23 @@ def _checksum(value: Tensor) -> int:
 @cache
 def _operation(name: str) -> Any:
     """Return an operation of ``aten`` by name."""
-    namespace, _, rest = name.partition(".")
-    packet, _, overload = rest.partition(".")
+    namespace, _, qualified = name.partition(".")
+    packet, _, overload = qualified.partition(".")
     try:
         if namespace != "aten":
             raise AttributeError
-        found = getattr(getattr(torch.ops.aten, packet), overload)
+        function = getattr(getattr(torch.ops.aten, packet), overload)
     except AttributeError:
-        found = None
-    if not isinstance(found, torch._ops.OpOverload):
-        raise ValueError(f"operation: {name!r} is no operation of torch")
-    if why_not_repeated(found) is not None or packet == "from_file":
+        function = None
+    if not isinstance(function, torch._ops.OpOverload):
+        raise ValueError(f"operation: {name!r} is not an operation of torch")
+    if why_not_repeated(function) is not None or packet == "from_file":
         raise ValueError(f"operation: {name!r} does not compute a tensor from tensors and numbers alone")
-    return found
+    return function
 
 
 def _tensors(value: Any, results: Sequence[Sequence[Any]]) -> Any:
-    """Return the arguments in JSON with their tensors and values of torch; ``made[0]`` are the inputs."""
+    """Return the arguments in JSON with their tensors and values of torch; ``results[0]`` are the inputs."""
     if isinstance(value, list):
         return [_tensors(item, results) for item in value]
     if isinstance(value, str):
@@ -267,8 +267,8 @@ def _tensors(value: Any, results: Sequence[Sequence[Any]]) -> Any:
     if "number" in value:
         return float(value["number"])
     for name, kind in _NAMED.items():
-        if name in value and isinstance(found := getattr(torch, str(value[name]), None), kind):
-            return found
+        if name in value and isinstance(constant := getattr(torch, str(value[name]), None), kind):
+            return constant
     raise KeyError(f"{value} is not a value of torch")
 
 
@@ -300,7 +300,7 @@ def laid_out(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """An operand that is a parameter, a view of one, or computed from parameters and buffers alone.
+    """A parameter as an operand, a view of it, or a tensor computed from parameters and buffers alone.
 
     Attributes:
         parameters: the parameter, or all inputs of the computation.
@@ -355,7 +355,7 @@ def operand_of(parameters: Sequence[Tensor], view: WeightView | None, computatio
 
 
 class Weights:
-    """The parameters of a model, to find the operands that are parameters or views of them.
+    """The parameters of a model, to recognize them and their views among operands.
 
     A view shares memory with its parameter. This works in every gradient mode, and for ``.detach()`` and ``.data``.
     """
@@ -369,7 +369,7 @@ class Weights:
                 self._owners.setdefault(_storage(parameter), []).append(parameter)
 
     def find(self, value: object) -> Weight | None:
-        """Return the weight of an operand; None if it is neither a parameter nor a contiguous part of one."""
+        """Return the weight of an operand; None unless the operand is a parameter or a contiguous part."""
         if isinstance(value, nn.Parameter):
             path = self._paths.get(id(value))
             return Weight((value,), () if path is None else (path,))
@@ -417,7 +417,7 @@ def _storage(value: Tensor) -> int:
 
 
 def _view(parameter: nn.Parameter, value: Tensor) -> WeightView | None:
-    """Return ``value`` as a view of ``parameter`` or a part of it; None unless it has each element once."""
+    """Return ``value`` as a view of ``parameter`` or of a part; None unless each element occurs once."""
     offset = int(value.storage_offset() - parameter.storage_offset())
     inside = offset >= 0 and offset + value.numel() <= parameter.numel()
     if value.dtype != parameter.dtype or not inside or not parameter.is_contiguous():

@@ -1,4 +1,4 @@
-"""Temporary patches of constructors of imported modules, which report each model that is built.
+"""Temporary patches of constructors of imported modules, which report each new model.
 
 While a ``patched`` block is open, the constructors of module classes in the named files report every outermost model
 that they build, to the thread that opened the block. Existing models and models of other threads are not affected. The
@@ -130,7 +130,7 @@ def _watch_new_classes(classes: list[type]) -> None:
 
 
 def _stop_watching(classes: list[type]) -> None:
-    _OPEN_CLASS_LISTS[:] = [others for others in _OPEN_CLASS_LISTS if others is not classes]
+    _OPEN_CLASS_LISTS[:] = [watched for watched in _OPEN_CLASS_LISTS if watched is not classes]
     if not _OPEN_CLASS_LISTS:
         del nn.Module.__init_subclass__
 

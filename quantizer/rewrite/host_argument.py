@@ -1,4 +1,4 @@
-"""The host argument: functions without a module argument get the module that has their sites.
+"""The host argument, which passes the module with the sites to functions without a module argument.
 
 ``def attend(q, k)`` becomes ``def attend(q, k, *, _quantizer_host)``. In a rewritten caller, ``attend(q, k)`` becomes
 ``_quantizer_lend(attend, self)(q, k)``. The original function keeps its name and place: code that passes it on as a
@@ -92,7 +92,7 @@ _BOUND = "_quantizer_bound"
 
 
 class _BoundTo:
-    """Wrapped functions that are bound to one module; copies and pickles of the module have none."""
+    """Wrapped functions, bound to one module; copies and pickles of the module have none."""
 
     def __init__(self, host: weakref.ref[Any] | None = None) -> None:
         self.host = host
@@ -220,7 +220,7 @@ def function_source(node: FunctionNode, qualname: str, owner: str | None, index:
 
 
 def _host_and_reason(node: FunctionNode, in_class: bool) -> tuple[str | None, str | None]:
-    """Return the argument that is the module, ``HOST`` if callers must pass it, or the reason why there is none."""
+    """Return the name of the module argument, ``HOST`` if callers must pass it, or the reason for a missing one."""
     host = _own_host(node, in_class)
     names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
     if host is None:

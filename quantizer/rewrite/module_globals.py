@@ -35,7 +35,7 @@ from quantizer.rewrite.source_sites import SiteSource
 
 
 class _Receiver(Protocol):
-    """Result of rewriting a function, with the fields that are used here."""
+    """Result of rewriting a function, with the fields in use here."""
 
     function: Any
     host_is_argument: bool
@@ -105,7 +105,7 @@ class SyntheticModules:
         return synthetic
 
     def settle(self) -> None:
-        """Register the functions that were rewritten since, so that callers pass them a host."""
+        """Register newly rewritten functions, so that callers pass them a host."""
         for synthetic in self._synthetic.values():
             for function, rebuilt in synthetic.waiting:
                 if rebuilt.function is not None:
@@ -135,7 +135,7 @@ def _live(original: dict[str, Any]) -> Any:
 
 
 class _Namespace:
-    """Globals of a file that is not an imported module, as attributes."""
+    """Globals of a file without an imported module, as attributes."""
 
     def __init__(self, variables: dict[str, Any]) -> None:
         object.__setattr__(self, "_variables", variables)

@@ -86,7 +86,7 @@ def _bound_by(node: ast.AST) -> list[str]:
 
 
 def _constant_texts(node: FunctionNode) -> dict[str, str]:
-    """Return the local names that are bound once, to a string literal, with that string."""
+    """Return the local names with a single binding to a string literal, and the string."""
     bindings: Counter[str] = Counter()
     texts: dict[str, str] = {}
     for inner in ast.walk(node):
@@ -238,7 +238,7 @@ def _declared(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _own_statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the statements of a function, without those of functions and classes inside of it."""
+    """Return the statements of a function, without nested functions and classes."""
     statements: list[ast.stmt] = []
     waiting: list[ast.AST] = list(body)
     while waiting:

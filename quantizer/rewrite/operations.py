@@ -277,7 +277,7 @@ def operation(name: str) -> Operation:
 
 
 def register_operation(entry: Operation) -> Operation:
-    """Add an operation, whose calls are sites of every proxy that is made from now on.
+    """Add an operation, whose calls are sites of every new proxy.
 
     Raises:
         ValueError: the entry is invalid or its name or a spelling is already registered.
@@ -312,7 +312,7 @@ def _problem(entry: Operation) -> str | None:
         try:
             _resolve(dotted)
         except (ImportError, AttributeError, ValueError) as error:
-            return f"there is no function {dotted!r}: {error}"
+            return f"function {dotted!r} does not exist: {error}"
     for function in _functions(entry):
         existing = operation_of(function)
         if existing is not None:

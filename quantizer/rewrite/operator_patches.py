@@ -70,7 +70,7 @@ _REGISTERED = _Registered()
 
 
 def register_operator_patch(patch: OperatorPatch) -> OperatorPatch:
-    """Apply ``patch`` in every proxy that is made from now on.
+    """Apply ``patch`` in every new proxy.
 
     Raises:
         SourceError: the patch is invalid or its name is already registered.
@@ -90,7 +90,7 @@ def unregister_operator_patch(name: str) -> None:
         SourceError: there is no patch of this name.
     """
     if name not in _REGISTERED.patches:
-        raise SourceError(f"there is no operator patch {name!r}; known: {', '.join(_REGISTERED.patches) or 'none'}")
+        raise SourceError(f"unknown operator patch {name!r}; known: {', '.join(_REGISTERED.patches) or 'none'}")
     del _REGISTERED.patches[name]
     _REGISTERED.changes += 1
 

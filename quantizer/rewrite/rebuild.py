@@ -197,7 +197,7 @@ class Rebuilder:
         return self.files[key]
 
     def settle(self) -> None:
-        """Register the functions that were rebuilt since, so that callers pass them a host."""
+        """Register newly rebuilt functions, so that callers pass them a host."""
         self.modules.settle()
 
     def refresh(self) -> None:
@@ -267,7 +267,7 @@ class Rebuilder:
         )
 
     def rebuild(self, attribute: Any, name: str | None = None, host_targets: HostTargets = _NO_TARGETS) -> Rebuilt:
-        """Return the result for a function as it is stored in a class or module: plain, a property, or decorated."""
+        """Return the result for an attribute of a class or module: a plain function, a property, or decorated."""
         if isinstance(attribute, property):
             if str(getattr(attribute.fget, "__module__", "")).partition(".")[0] == "torch":
                 # Properties of parametrized layers call modules, and contain no quantizable call.
@@ -475,7 +475,7 @@ class Rebuilt:
     refused: list[str] = field(default_factory=list)
 
     def reached(self) -> Iterator[Rebuilt]:
-        """Yield this result and those of all helpers it reaches, each once; helpers may call each other."""
+        """Yield this result and the results of all reached helpers, each once; helpers may call each other."""
         visited: set[int] = set()
         waiting = [self]
         while waiting:

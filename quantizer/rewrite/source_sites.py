@@ -48,7 +48,7 @@ class SiteSource:
 
     @property
     def mark(self) -> str:
-        """Key that distinguishes the site from one of the same name in another function."""
+        """Key that distinguishes sites of the same name in different functions."""
         return f"{self.attribute} in {self.file}, line {self.line}"
 
 

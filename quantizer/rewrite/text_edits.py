@@ -87,7 +87,7 @@ def first_line(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def find_symbol(data: bytes, symbol: bytes, start: int, end: int) -> int | None:
-    """Return the offset of ``symbol`` in ``data[start:end]``, skipping comments; None if it is not there.
+    """Return the offset of ``symbol`` in ``data[start:end]``, skipping comments; None if not found.
 
     The range is between two operands, so it contains only white space, parentheses, comments and the symbol.
     """

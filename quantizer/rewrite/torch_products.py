@@ -140,7 +140,7 @@ def product_name(func: Any) -> str | None:
 
 
 def is_composite(func: Any) -> bool:
-    """Return whether torch computes an operation by others, such as ``linear`` by ``addmm``; only those are counted.
+    """Return whether torch computes an operation by others, such as ``linear`` by ``addmm``, and only the others count.
 
     An operation with its own kernel is not composite, even if torch has a decomposition in Python for graphs, because
     that one adds in another order or returns another layout.

@@ -189,7 +189,7 @@ def batches_of(model: nn.Module, data: Any, samples: int | None = None) -> Itera
 
 
 def length_of(data: Any, samples: int | None = None) -> int | None:
-    """Return the number of batches that ``batches_of`` yields; None if it is unknown in advance."""
+    """Return the number of batches that ``batches_of`` yields; None if unknown in advance."""
     if samples is not None and not isinstance(data, Tensor | np.ndarray | Dataset):
         return None
     try:
@@ -383,10 +383,10 @@ def _doubts_of_images(images: Tensor) -> Iterator[str]:
             f"images of the calibration data are whole numbers from {low:.0f} to {high:.0f}, like pixels before "
             "normalization: if the model is used on normalized images, calibrate it on normalized images"
         )
-    left, right = images[..., :-1].flatten(), images[..., 1:].flatten()
-    if left.numel() < _FEWEST_PAIRS or low == high:
+    first_pixels, second_pixels = images[..., :-1].flatten(), images[..., 1:].flatten()
+    if first_pixels.numel() < _FEWEST_PAIRS or low == high:
         return
-    correlation = float(torch.corrcoef(torch.stack([left, right]))[0, 1])
+    correlation = float(torch.corrcoef(torch.stack([first_pixels, second_pixels]))[0, 1])
     if abs(correlation) < _NOISE_CORRELATION:
         yield (
             f"images of the calibration data look like noise (correlation of neighbouring pixels {correlation:.2f}): "
@@ -524,7 +524,7 @@ class Forward:
 
 
 def without_label(forward: Forward, batch: Any, number: int) -> Any:
-    """Return a batch without its label; a batch without a label is returned as it is."""
+    """Return a batch without its label, if any."""
     if hasattr(batch, "keys"):
         return _mapping_without_label(forward, batch)
     if not isinstance(batch, tuple | list) or len(batch) < 2:

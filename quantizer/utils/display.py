@@ -46,7 +46,7 @@ class Shown:
     """Name of the renderer in ``report/notebook.py``."""
 
     def below(self) -> Sequence[Shown | str]:
-        """Return results that are displayed below this one, and text lines for a terminal only."""
+        """Return results to display below, and text lines for a terminal only."""
         return ()
 
     def text(self, limit: int | None = None) -> str:

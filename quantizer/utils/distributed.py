@@ -32,7 +32,7 @@ def get_rank() -> int:
 
 
 def is_mine(number: int) -> bool:
-    """Return whether this rank handles item ``number`` of work that is distributed round-robin."""
+    """Return whether this rank handles item ``number`` of work, which is distributed round-robin."""
     return number % get_world_size() == get_rank()
 
 

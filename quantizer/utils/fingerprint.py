@@ -116,7 +116,7 @@ def changed_parameters(before: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def changed_types(before: Fingerprint, now: Fingerprint) -> dict[torch.dtype, torch.dtype]:
-    """Return the float types of the calibrated model that were cast, mapped to the current type."""
+    """Return the former float types of cast parameters, mapped to the current types."""
     current_types: dict[str, str] = {}
     first: dict[str, str] = {}
     for path, entry in before.parameters.items():
@@ -185,7 +185,7 @@ def tensor_version(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorStamp:
-    """State of a tensor at one time; two stamps of a tensor are equal if it was not modified in between.
+    """State of a tensor at one time; two stamps are equal if nothing modified the tensor in between.
 
     Attributes:
         version: torch's count of in-place changes.

@@ -11,7 +11,7 @@ from quantizer.errors import EngineError
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Return a path with ``~`` expanded; as in a shell, an unknown user's ``~name`` stays as it is."""
+    """Return a path with ``~`` expanded; as in a shell, an unknown user's ``~name`` does not change."""
     return Path(os.path.expanduser(path))
 
 
@@ -37,7 +37,7 @@ def is_there(path: Path) -> bool:
 
 
 def regular_file(path: Path) -> Path:
-    """Return ``path`` if it is a readable file or folder, because devices and pipes may have no end."""
+    """Return the path of a readable file or folder; raise for devices and pipes, which may have no end."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is a device or a pipe; expected a regular file", str(path))
@@ -47,7 +47,7 @@ def regular_file(path: Path) -> Path:
 
 
 def existing_file(path: Path, kind: str = "engine") -> Path:
-    """Return ``path`` if it is a file and not empty."""
+    """Return the path of a non-empty file; raise for any other path."""
     if not is_file(path):
         exists = is_folder(path) or os.path.lexists(path)
         raise EngineError(

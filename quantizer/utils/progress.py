@@ -105,7 +105,7 @@ def counted(
     show: bool | None = None,
     note: Callable[[Item], str] = lambda _: "",
 ) -> Iterator[Iterator[Item]]:
-    """Yield an iterator that counts each item as done when the next one is requested; arguments as in ``loop``."""
+    """Yield an iterator that counts each item at the request for the next; arguments as in ``loop``."""
     with loop(title, unit=unit, total=_length(items) if total is None else total, show=show) as opened:
 
         def steps() -> Iterator[Item]:

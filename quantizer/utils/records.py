@@ -515,7 +515,7 @@ class FallbackRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Fix(Record):
-    """A setting that was tried."""
+    """A setting of the diagnosis, with its measured gain."""
 
     setting: str
     """The setting, as YAML of the ``quantizer`` section."""

@@ -46,7 +46,7 @@ class Autocast:
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Leave inference mode inside the block; the gradient mode stays as it is.
+    """Leave inference mode inside the block, without a change of the gradient mode.
 
     Scales, factors and integer weights are used later where gradients are recorded, and torch refuses inference tensors
     there. Do not use this as a decorator: warnings would name its frame as the user's line.

@@ -344,7 +344,7 @@ def test_the_input_of_a_layer_is_an_activation_even_if_it_is_a_parameter() -> No
     [
         ({"operation": "aten.mul_.Tensor"}, "does not compute a tensor from tensors and numbers alone"),
         ({"operation": "aten.from_file.default"}, "does not compute a tensor"),
-        ({"operation": "os.system"}, "is no operation of torch"),
+        ({"operation": "os.system"}, "is not an operation of torch"),
         ({"arguments": "[1"}, r"computation.steps\[0\]"),
         ({"arguments": "[]"}, "expected a list and an object of keywords"),
     ],

@@ -142,5 +142,5 @@ def test_a_name_is_taken_once(register) -> None:
     register()
     with pytest.raises(SourceError, match="'sample': the name is already registered"):
         register()
-    with pytest.raises(SourceError, match=r"no operator patch 'other'; known: .*sample"):
+    with pytest.raises(SourceError, match=r"unknown operator patch 'other'; known: .*sample"):
         unregister_operator_patch("other")

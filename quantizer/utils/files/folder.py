@@ -158,9 +158,9 @@ def _foreign_content_reason(place: Path, kind: str) -> str | None:
         )
     if marker.kind != kind:
         return f"contains a {marker.kind}, which a {kind} does not replace"
-    others = foreign(place, marker)
-    if others:
-        return f"contains {_first_names(others)}, which quantizer did not write: move that elsewhere"
+    foreign_names = foreign(place, marker)
+    if foreign_names:
+        return f"contains {_first_names(foreign_names)}, which quantizer did not write: move that elsewhere"
     return None
 
 
@@ -189,7 +189,7 @@ def _put_in_place(new: Path, place: Path, kind: str) -> None:
 
 
 def _clear(new: Path, place: Path) -> None:
-    """Remove the new folder if it is still temporary, and the earlier folder if it was replaced."""
+    """Remove the new folder if still temporary, and the earlier folder if replaced."""
     discard(new)
     if os.path.lexists(place):
         discard(new.with_suffix(OLD))
@@ -198,18 +198,18 @@ def _clear(new: Path, place: Path) -> None:
 def _kept_beside(new: Path, place: Path, refused: QuantizerError) -> QuantizerError:
     """Keep a new folder that could not replace its target, as it may be hours of work; return the error."""
     number = 1
-    while os.path.lexists(kept := place.with_name(f"{place.name}.new{number}")):
+    while os.path.lexists(backup := place.with_name(f"{place.name}.new{number}")):
         number += 1
     try:
-        os.rename(new, kept)
+        os.rename(new, backup)
     except OSError:
         return refused
-    return QuantizerError(f"{refused}. The new folder is kept in {kept}")
+    return QuantizerError(f"{refused}. The new folder is kept in {backup}")
 
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Iterator[Path]:
-    """Yield a path to write to, which atomically replaces ``path`` at the end; after an error it is removed.
+    """Yield a path to write to, which atomically replaces ``path`` at the end, or is removed after an error.
 
     If ``path`` is a link, its target is replaced.
     """
@@ -232,7 +232,7 @@ _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EP
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two paths of one file system atomically; return False without a change if that is not supported."""
+    """Exchange two paths of one file system atomically; return False without a change if not supported."""
     if sys.platform != "linux":
         return False
     library = ctypes.CDLL(None, use_errno=True)

@@ -45,11 +45,11 @@ class Store:
             return
         require_writable(self.folder, error)
         names = os.listdir(self.folder) if self.folder.is_dir() else []
-        others = [name for name in names if not _ENTRY_NAME.fullmatch(name)]
-        if others:
+        foreign_names = [name for name in names if not _ENTRY_NAME.fullmatch(name)]
+        if foreign_names:
             raise error(
-                f"{folder} contains {min(others)!r}, which quantizer did not write, so results cannot be stored there: "
-                "move that elsewhere, or choose another folder"
+                f"{folder} contains {min(foreign_names)!r}, which quantizer did not write, so results cannot be stored "
+                "there: move that elsewhere, or choose another folder"
             )
 
     def under(self, *key: object) -> Store:
@@ -95,7 +95,7 @@ class Store:
             shutil.rmtree(self.folder / _name(key), ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove all entries, and the folder if it is then empty."""
+        """Remove all entries, and the folder if empty afterwards."""
         if self.folder is None:
             return
         with suppress(OSError):
@@ -140,7 +140,7 @@ def _sealed(record: Any) -> str:
 
 
 def _read(place: Path) -> dict[str, Any] | None:
-    """Return the record of an entry; None if it is missing or damaged. A damaged entry is removed."""
+    """Return the record of an entry; None if missing or damaged. A damaged entry is removed."""
     if not os.path.lexists(place):
         return None
     try:

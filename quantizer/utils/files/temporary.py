@@ -63,7 +63,7 @@ def new_name(target: Path) -> Path:
 
 
 def scratch_folder() -> Path:
-    """Return a new folder in the system's temporary folder, and remove those of killed processes of this user.
+    """Return a new folder in the system's temporary folder, and remove leftovers of killed processes of this user.
 
     The owner is the process, because a result outlives the thread that made it.
     """
@@ -123,7 +123,7 @@ def is_begun(target: Path, begun: Container[str]) -> bool:
 
 
 def other_writer(target: Path) -> int | None:
-    """Return the number of another process or thread of this machine that is writing ``target``; None if none is."""
+    """Return the number of another process or thread of this machine that writes ``target``; None without one."""
     for folder, name in _temporaries(target, NEW):
         if name["machine"] == _machine() and int(name["owner"]) != _own_number() and not _is_left(folder, name):
             return int(name["owner"])
@@ -164,7 +164,7 @@ def _own_number() -> int:
 
 
 def _started(owner: int) -> int | None:
-    """Return the start of a thread of this machine in kernel ticks; 0 if unknown, None if it has ended."""
+    """Return the start of a thread of this machine in kernel ticks; 0 if unknown, None after its end."""
     try:
         os.kill(owner, 0)
     except ProcessLookupError:
@@ -239,7 +239,7 @@ def write_marker(folder: Path, kind: str) -> None:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Return the marker of a folder; None if it is missing or cannot be read."""
+    """Return the marker of a folder; None if missing or unreadable."""
     try:
         document = json.loads(regular_file(folder / MARKER).read_text(encoding="utf-8"))
         kind, holds, known = document["kind"], document["holds"], document["format"] == _FORMAT
@@ -253,7 +253,7 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def foreign(folder: Path, marker: Marker) -> list[str]:
-    """Return the first three names in a folder that are not in its marker."""
+    """Return the first three names in a folder that its marker does not list."""
     others = (name for name, _ in _entries(folder) if name not in marker.holds and name != MARKER)
     return list(islice(others, 3))
 

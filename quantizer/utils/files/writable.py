@@ -217,7 +217,7 @@ def system_errors_as(words: str, error: type[QuantizerError] = QuantizerError, *
 
 
 def _message(other: Exception, refused: OSError, words: str, within: Path) -> str:
-    """Return the message for a system error: ``words`` with the reason, or with the path if it is elsewhere."""
+    """Return the message for a system error: ``words`` with the reason, and the path if outside of ``within``."""
     reason = refused.strerror or str(refused)
     if isinstance(refused.filename, str | bytes | os.PathLike):
         place = os.fsdecode(refused.filename)
