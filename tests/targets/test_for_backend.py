@@ -157,11 +157,13 @@ def test_ranks_are_kept(model: nn.Module) -> None:
 def test_formats_that_the_target_has_not(model: nn.Module, tmp_path: Path) -> None:
     fp8 = _calibrated("tensorrt", model, dtype="fp8")
     with pytest.raises(
-        ConfigError, match=r"quantizer\.dtype: openvino has no activations in fp8; it takes int8, uint8"
+        ConfigError, match=r"quantizer\.dtype: openvino does not support activations in fp8; use int8, uint8"
     ):
         fp8.for_backend("openvino")
     uint8 = _calibrated("openvino", model, formats=[{"activations": "uint8"}])
-    with pytest.raises(ConfigError, match=r"formats\[0\]: tensorrt has no activations in uint8; it takes fp8, int8"):
+    with pytest.raises(
+        ConfigError, match=r"formats\[0\]: tensorrt does not support activations in uint8; use fp8, int8"
+    ):
         uint8.for_backend("tensorrt")
     with pytest.raises(ConfigError, match=r"keyword 'backend'.*tensorrtt"):
         fp8.for_backend("tensorrtt")
