@@ -259,7 +259,7 @@ def _by_structure(x: Tensor) -> list[str]:
     largest, typical = float(by_row.max()), float(typical_rows.max())
     if typical > 0 and largest >= _OUTLIER_RATIO * float(by_row.median()) and largest >= _LARGE_FRACTION * typical:
         count = int((by_row > typical).sum())
-        return [f"{_counted(count, 'token')} of {len(x)} hold its range, {largest / typical:.0f}x the others"]
+        return [f"{_counted(count, 'token')} of {len(x)}: {largest / typical:.0f}x as large as the others"]
     m = typical_rows.amax(0)
     half = _branches(m)
     if half is not None:
@@ -267,7 +267,9 @@ def _by_structure(x: Tensor) -> list[str]:
     median = float(m.median())
     if median > 0 and float(m.max()) >= _OUTLIER_RATIO * median:
         count = int((m > m.max() / _LARGE_FRACTION).sum())
-        return [f"its channels differ by {float(m.max()) / median:.0f}x: {_counted(count, 'channel')} hold its range"]
+        return [
+            f"its channels differ by {float(m.max()) / median:.0f}x: {_counted(count, 'channel')} with large values"
+        ]
     return []
 
 

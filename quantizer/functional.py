@@ -186,7 +186,7 @@ def _check_granularity(x: Tensor, scale: Tensor, axis: int | None, block_size: i
 
 def _check_zero_point(zero_point: Tensor, scale: Tensor, kind: QType) -> None:
     if not kind.has_zero_point:
-        raise ValueError(f"{kind.name} is symmetric and takes no zero_point")
+        raise ValueError(f"{kind.name} is symmetric: zero_point must be None")
     if zero_point.dtype != kind.storage:
         raise TypeError(f"zero_point is {zero_point.dtype}; {kind.name} needs {kind.storage}")
     if not _is_tracing() and zero_point.shape != scale.shape:

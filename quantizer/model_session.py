@@ -344,7 +344,7 @@ class ModelSession:
         if amp is None and latency_costs is not None:
             return self.use_fallback(Fallback(groups=(), asked="latency_costs", slower=latency_costs.slower()))
         if self.amp is None or amp is not self.amp.proxy:
-            raise ProxyError("fallback() takes the proxy that amp() of this same Quantizer returned last")
+            raise ProxyError("fallback() expects the proxy that the last amp() of this Quantizer returned")
         return self.use_fallback(self.amp.fallback(latency_costs=latency_costs, **options), self.amp.measured_plan)
 
     def use_fallback(self, fallback: Fallback, plan: Plan | None = None) -> Fallback:
@@ -376,7 +376,7 @@ class ModelSession:
         from quantizer.export.exporter import export_onnx, least_opset
 
         if is_simulation(quant_model) or is_lowered(quant_model) or self.is_working_proxy(quant_model):
-            raise ProxyError("export() takes the model that quantize() returned, or a float model")
+            raise ProxyError("export() expects the model that quantize() returned, or a float model")
         target, regions = self._target, self.regions()
         require_scales_of(quant_model, target.torch_dtype, target.name)
         warn_of_float32(target, regions)

@@ -556,7 +556,7 @@ class Quantizer:
             kernels = self.kernels(lowered)
             if len(kernels) and not any(row.kernel for row in kernels):
                 logger.warning(
-                    "lower() finds no kernel, so the model computes as that of quantize(): %s", kernels[0].reason
+                    "lower() found no kernel, so the model is the same as after quantize(): %s", kernels[0].reason
                 )
             return lowered
 

@@ -78,8 +78,12 @@ MISUSES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "negative scale": ({"scale": torch.tensor([1, 1, 1, -0.5, 1, 1]), "axis": 0}, ValueError, r"scale must be positiv"),
     "infinite scale": ({"scale": torch.tensor(torch.inf)}, ValueError, "scale must be positive and finite; it has inf"),
     "scale that is no number": ({"scale": torch.tensor(torch.nan)}, ValueError, "positive and finite; it has nan"),
-    "zero point of int8": ({"zero_point": ZERO}, ValueError, "int8 is symmetric and takes no zero_point"),
-    "zero point of fp8": ({"zero_point": ZERO, "dtype": "fp8"}, ValueError, "fp8 is symmetric and takes no zero_point"),
+    "zero point of int8": ({"zero_point": ZERO}, ValueError, "int8 is symmetric: zero_point must be None"),
+    "zero point of fp8": (
+        {"zero_point": ZERO, "dtype": "fp8"},
+        ValueError,
+        "fp8 is symmetric: zero_point must be None",
+    ),
     "type of the zero point": ({"zero_point": torch.tensor(3), "dtype": "uint8"}, TypeError, "zero_point is torch.int"),
     "shape of the zero point": (
         {"zero_point": ZERO, "dtype": "uint8", "scale": torch.ones(6), "axis": 0},

@@ -248,7 +248,7 @@ def _operation(name: str) -> Any:
     if not isinstance(function, torch._ops.OpOverload):
         raise ValueError(f"operation: {name!r} is not an operation of torch")
     if why_not_repeated(function) is not None or packet == "from_file":
-        raise ValueError(f"operation: {name!r} does not compute a tensor from tensors and numbers alone")
+        raise ValueError(f"operation: {name!r} is not a function of tensors and numbers only")
     return function
 
 

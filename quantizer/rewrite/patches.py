@@ -122,7 +122,7 @@ def _einsum_letters() -> list[OperatorPatch]:
 
 def _overflow_guards() -> list[OperatorPatch]:
     """Return patches for layers that clamp after a float16 overflow: clamp always, as mBART, M2M100 and Pegasus do."""
-    reason = "a branch that depends on the data: no graph holds it where the rest is float16"
+    reason = "a branch that depends on the data cannot be exported in float16"
     before = "if hidden_states.dtype == torch.float16 and not torch.isfinite(hidden_states).all():"
     layers = {
         "autoformer.modeling_autoformer": "AutoformerEncoderLayer",
@@ -146,7 +146,7 @@ def _overflow_guards() -> list[OperatorPatch]:
 
 def _overflow_guards_of_blocks() -> list[OperatorPatch]:
     """Return the same patches for blocks with several guards, which are distinguished by the line before."""
-    reason = "a branch that depends on the data: no graph holds it where the rest is float16"
+    reason = "a branch that depends on the data cannot be exported in float16"
     guard = "if hidden_states.dtype == torch.float16 and torch.isinf(hidden_states).any():"
     attention = "# Keep self-attention outputs and relative position weights"
     cross_attention = "    hidden_states = cross_attention_outputs[0]"

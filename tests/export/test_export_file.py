@@ -503,7 +503,7 @@ def test_no_proxy_but_a_frozen_one_is_exported(tmp_path: Path, which: str) -> No
     quantizer = Quantizer(preset="plain", backend="openvino")
     calib = quantizer.calibrate(model, [x])
     proxies = {"calib proxy": calib, "amp proxy": quantizer.amp(model)}
-    with pytest.raises(ProxyError, match=r"export\(\) takes the model that quantize\(\) returned"):
+    with pytest.raises(ProxyError, match=r"export\(\) expects the model that quantize\(\) returned"):
         quantizer.export(proxies[which], tmp_path / "m.onnx", x)
     assert not list(tmp_path.iterdir())
 

@@ -158,7 +158,7 @@ PROXY: Faults = [
     ("a site's name", lambda: _proxy_with("site_forward_linear_0", 1), "site_forward_linear_0.*rename the attribute"),
     ("no copy", lambda: _proxy_with("lock", threading.Lock()), "this Mlp cannot be copied.*lock.*__deepcopy__"),
     ("its own copy", lambda: _plain().calib(nn.Sequential(Itself(32, 32))), "0 returns itself as its copy"),
-    ("export of a simulation", _export_of_a_simulation, r"export\(\) takes the model that quantize\(\) returned"),
+    ("export of a simulation", _export_of_a_simulation, r"export\(\) expects the model that quantize\(\) returned"),
 ]
 SENSITIVITY: Faults = [
     ("before amp", lambda: _plain().sensitivity, r"nothing was measured yet: run the proxy that amp\(\)"),

@@ -257,7 +257,7 @@ def test_sites_without_a_kernel_round_as_before(
     (row,) = q.kernels(lowered)
     assert row.kernel is None
     assert reason in row.reason
-    assert f"lower() finds no kernel, so the model computes as that of quantize(): {reason}" in caplog.text
+    assert f"lower() found no kernel, so the model is the same as after quantize(): {reason}" in caplog.text
     assert reason.split()[-1] in str(q.kernels(lowered))
     assert torch.equal(lowered(rows(1, 128)), q.quantize(model)(rows(1, 128)))
 

@@ -204,7 +204,7 @@ def test_proxies_are_not_trained() -> None:
     with pytest.raises(ProxyError, match="pass the float model"):
         quantizer.qat(quantizer.quantize(model))
     proxy = quantizer.qat(model)
-    with pytest.raises(ProxyError, match=r"export\(\) takes the model that quantize\(\) returned"):
+    with pytest.raises(ProxyError, match=r"export\(\) expects the model that quantize\(\) returned"):
         quantizer.export(proxy, "model.onnx", data())
 
 

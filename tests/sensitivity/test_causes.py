@@ -75,7 +75,7 @@ def _worst(model: nn.Module, rows: list[Tensor], **config: object) -> tuple[Quan
     [
         (_channel, {"calibrator": "max"}, "1 channel hold"),
         (_branches, {"calibrator": "max"}, "one range for two branches"),
-        (_token, {"calibrator": "max"}, "hold its range"),
+        (_token, {"calibrator": "max"}, "as large as the others"),
         (_tail, {"calibrator": "percentile", "percentile": 99.0}, "values are clipped"),
     ],
     ids=["channel", "branches", "token", "tail"],
