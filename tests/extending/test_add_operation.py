@@ -48,7 +48,7 @@ entry = q.plan["forward.inner_0"]
 assert entry.kind == "linear" and entry.quantized
 assert [operand.axis for operand in entry.operands] == [None, 0]
 assert entry.operands[1].scale.shape == (32,)
-assert q.coverage.share == 1.0 and not q.coverage.escaped.rows
+assert q.coverage.share == 1.0 and not q.coverage.not_quantized.rows
 int8 = q.quantize(net)
 error = (int8(data[0]) - net(data[0])).abs().max()
 assert 0 < error < 1, error

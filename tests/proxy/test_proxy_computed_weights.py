@@ -343,7 +343,7 @@ def test_the_input_of_a_layer_is_an_activation_even_if_it_is_a_parameter() -> No
     ("change", "match"),
     [
         ({"operation": "aten.mul_.Tensor"}, "is not a function of tensors and numbers only"),
-        ({"operation": "aten.from_file.default"}, "does not compute a tensor"),
+        ({"operation": "aten.from_file.default"}, "is not a function of tensors"),
         ({"operation": "os.system"}, "is not an operation of torch"),
         ({"arguments": "[1"}, r"computation.steps\[0\]"),
         ({"arguments": "[]"}, "expected a list and an object of keywords"),

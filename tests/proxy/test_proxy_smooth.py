@@ -214,7 +214,9 @@ class Shared(nn.Module):
         return torch.addmm(self.bias[:16], z.T * 2, self.right)
 
 
-@pytest.mark.parametrize(("residual", "reason"), [(True, "not smoothed: .*reads the same tensor"), (False, "smooth")])
+@pytest.mark.parametrize(
+    ("residual", "reason"), [(True, "not smoothed: .*reads the same tensor"), (False, "SmoothQuant")]
+)
 def test_what_others_read_in_low_precision_is_left(residual: bool, reason: str) -> None:
     q = calibrated(Shared(), sites={"residual_add": residual}, backend="tensorrt")
     said = q.plan["layer.forward.linear_0"].reason

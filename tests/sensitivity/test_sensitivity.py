@@ -164,7 +164,7 @@ def test_fallback_takes_the_proxy_of_the_last_amp(which: str) -> None:
     with torch.no_grad():
         older(x), amp(x)
     wrong = {"calib": quantizer.calib(model, resume=True), "older": older, "other": other.amp(model), "float": model}
-    with pytest.raises(ProxyError, match=r"fallback\(\) takes the proxy that amp\(\) of this same Quantizer"):
+    with pytest.raises(ProxyError, match=r"fallback\(\) expects the proxy that the last amp\(\) of this Quantizer"):
         quantizer.fallback(wrong[which], num=1)
 
 
