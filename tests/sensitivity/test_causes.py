@@ -73,7 +73,7 @@ def _worst(model: nn.Module, rows: list[Tensor], **config: object) -> tuple[Quan
 @pytest.mark.parametrize(
     ("spoil", "config", "words"),
     [
-        (_channel, {"calibrator": "max"}, "1 channel hold"),
+        (_channel, {"calibrator": "max"}, "1 channel with large"),
         (_branches, {"calibrator": "max"}, "one range for two branches"),
         (_token, {"calibrator": "max"}, "as large as the others"),
         (_tail, {"calibrator": "percentile", "percentile": 99.0}, "values are clipped"),
