@@ -24,7 +24,7 @@ from common import heading, minilm, stsb
 from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.export.exporter import export_onnx
-from quantizer.tasks import Batch, Row, Run, Task
+from quantizer.tasks import Batch, Example, Run, Task
 
 _MAX_DROP = 0.002
 _CALIBRATION = slice(0, 128)
@@ -51,7 +51,7 @@ class Outcome:
 class _Scored:
     """The task's score of what runs a batch, on the tuning samples; counts its calls."""
 
-    def __init__(self, task: Task, rows: list[Row]) -> None:
+    def __init__(self, task: Task, rows: list[Example]) -> None:
         self._task = task
         self._rows = rows
         self.scores: list[float] = []

@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from quantizer import Quantizer
 from quantizer.report import collect_machine, collect_versions
-from quantizer.tasks import Task, build_task, load_model, load_rows, load_tokenizer
+from quantizer.tasks import Task, build_task, load_examples, load_model, load_tokenizer
 
 __all__ = [
     "MINILM",
@@ -43,7 +43,7 @@ def minilm() -> tuple[torch.nn.Module, Task]:
 
 def stsb(split: str, rows: int | None = None) -> list[object]:
     """Samples of the STS benchmark."""
-    return list(load_rows("stsb-csv", path=str(SHARED / f"data/stsb/stsb-en-{split}.csv"), samples=rows))
+    return list(load_examples("stsb-csv", path=str(SHARED / f"data/stsb/stsb-en-{split}.csv"), samples=rows))
 
 
 def minilm_sst2() -> tuple[torch.nn.Module, Task]:
@@ -55,7 +55,7 @@ def minilm_sst2() -> tuple[torch.nn.Module, Task]:
 
 def sst2(split: str, rows: int | None = None) -> list[object]:
     """Samples of SST-2."""
-    return list(load_rows("sst2-text", path=str(SHARED / f"data/sst2/stsa.binary.{split}"), samples=rows))
+    return list(load_examples("sst2-text", path=str(SHARED / f"data/sst2/stsa.binary.{split}"), samples=rows))
 
 
 def calibrated(model: torch.nn.Module, task: Task, **config: object) -> Quantizer:

@@ -30,7 +30,7 @@ from torch import distributed, nn
 from torch.nn import functional
 
 from quantizer import Quantizer
-from quantizer.tasks import Batch, Row, Task
+from quantizer.tasks import Batch, Example, Task
 from quantizer.utils.distributed import all_gather_bytes, alone, get_rank, get_world_size, is_mine
 
 _STAGES = ("calibration", "sensitivity", "search")
@@ -46,7 +46,7 @@ class Distance:
 
     higher_is_better = True
 
-    def __init__(self, task: Task, rows: list[Row]) -> None:
+    def __init__(self, task: Task, rows: list[Example]) -> None:
         self._task = task
         self._rows = rows
         self._first: np.ndarray | None = None

@@ -26,7 +26,7 @@ from quantizer.engines import Engine, load_engine
 from quantizer.engines.onnxruntime import ONNXRuntimeEngine
 from quantizer.pipeline.context import as_predictor
 from quantizer.pipeline.train import Training
-from quantizer.tasks import Predictions, Row, Task
+from quantizer.tasks import Example, Predictions, Task
 
 CALIBRATION, TRAINING, TUNING = slice(128), slice(128, 6120), slice(6120, 6920)
 BLOCKS = {"kinds": ["linear"], "activations": "int8", "weights": "int4", "block_size": 32}
@@ -39,8 +39,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.model, self.task = minilm_sst2()
-        self.train: list[Row] = sst2("train")
-        self.dev: list[Row] = sst2("dev")
+        self.train: list[Example] = sst2("train")
+        self.dev: list[Example] = sst2("dev")
         self.base = self.predict(self.model)
 
     def predict(self, model: nn.Module | Engine) -> Predictions:

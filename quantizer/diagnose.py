@@ -165,13 +165,9 @@ class _Trial:
         if self._measured_candidates is None:
             self._measured_candidates = [self._try(setting) for setting in self._settings]
         return [
-            Fix(
-                setting=_text(with_section_values(self._config, setting)),
-                gain_db=plan_sqnr - self._whole,
-                alone_db=gain,
-            )
-            for setting, plan, plan_sqnr in self._measured_candidates
-            if plan_sqnr - self._whole >= _LEAST_GAIN_DB / 2
+            Fix(setting=_text(whole_setting(self._config, setting)), gain_db=whole - self._whole, gain_alone_db=gain)
+            for setting, plan, whole in self._tried
+            if whole - self._whole >= _LEAST_DB / 2
             and group in operands_of(plan)
             and math.isfinite(gain := self.sqnr(plan, group) - alone)
             and gain >= _LEAST_GAIN_DB
@@ -195,8 +191,8 @@ class _Trial:
         gain = self.sqnr(remaining) - self._whole
         if gain < _LEAST_GAIN_DB / 2:
             return []
-        setting = with_section_values(self._config, {"exclude": {"sites": sites}})
-        return [Fix(setting=_text(setting), gain_db=gain, alone_db=math.inf)]
+        setting = whole_setting(self._config, {"exclude": {"sites": sites}})
+        return [Fix(setting=_text(setting), gain_db=gain, gain_alone_db=math.inf)]
 
     def _notes(self, group: str, findings: tuple[str, ...]) -> tuple[str, ...]:
         """Return why outliers cannot move into the weights, according to the plans with SmoothQuant."""

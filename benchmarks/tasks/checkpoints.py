@@ -20,7 +20,7 @@ from transformers import (
     Dinov2ForImageClassification,
 )
 
-from quantizer.tasks import Question, Words, load_rows, read_image
+from quantizer.tasks import Question, Words, load_examples, read_image
 
 __all__ = [
     "animal_or_object",
@@ -57,7 +57,9 @@ def _trained(model: Any, rate: float, batches: Iterator[dict[str, torch.Tensor]]
 def named_entities(folder: Path) -> None:
     """MiniLM on WNUT-17: 3 epochs, the tag of a word at its first token."""
     rows = [
-        row for row in load_rows("conll", path=str(SHARED / "data/wnut17/wnut17train.conll")) if isinstance(row, Words)
+        row
+        for row in load_examples("conll", path=str(SHARED / "data/wnut17/wnut17train.conll"))
+        if isinstance(row, Words)
     ]
     tags = sorted({tag for row in rows for tag in row.tags} - {"O"})
     tags = ["O", *tags]
@@ -92,7 +94,9 @@ def named_entities(folder: Path) -> None:
 def questions(folder: Path) -> None:
     """MiniLM on 481 questions of SQuAD: 4 epochs, which teach it little."""
     rows = [
-        row for row in load_rows("squad-json", path=str(squad(folder.parent, "training"))) if isinstance(row, Question)
+        row
+        for row in load_examples("squad-json", path=str(squad(folder.parent, "training")))
+        if isinstance(row, Question)
     ]
     tokenizer = AutoTokenizer.from_pretrained(_SST2)
     model = AutoModelForQuestionAnswering.from_pretrained(_SST2, dtype=torch.float32)

@@ -84,7 +84,7 @@ def _short(record: RunRecord) -> str:
 
 
 def _figures(record: RunRecord) -> list[str]:
-    found = {score.which: score for score in record.scores}
+    found = {score.form: score for score in record.scores}
     scores = [f"{found[which].value:.4f}" if which in found else "-" for which in ("float", "proxy", "engine")]
     paired, rows, metric = "-", "-", "-"
     if "engine" in found:

@@ -241,7 +241,7 @@ def fallback_record(
         groups=chosen.groups,
         reason=fallback_reason(chosen),
         evaluations=tuple(
-            Tried(**asdict(tried), front=tried in front, chosen=set(tried.groups) == set(chosen.groups))
+            Tried(**asdict(tried), pareto_optimal=tried in front, chosen=set(tried.groups) == set(chosen.groups))
             for tried in chosen.evaluations
         ),
         float_score=chosen.float_score,
@@ -264,7 +264,7 @@ def budget_outcome(
     scored = quantized_score(scores)
     if scored is None or scored.difference is None:
         last = checks[-1].drop if checks else tuning
-        return BudgetOutcome(asked=asked, tuning=tuning, verdict="met" if last <= asked else "not met")
+        return BudgetOutcome(max_drop=asked, tuning_drop=tuning, verdict="met" if last <= asked else "not met")
     # The difference of scores is a gain where more is better.
     sign = -1 if scored.higher_is_better else 1
     drop = sign * scored.difference
@@ -272,10 +272,10 @@ def budget_outcome(
     verdict = "met" if drop <= asked else "not met"
     noisy = low <= asked < high
     return BudgetOutcome(
-        asked=asked,
-        tuning=tuning,
-        which=scored.which,
-        evaluation=drop,
+        max_drop=asked,
+        tuning_drop=tuning,
+        form=scored.form,
+        evaluation_drop=drop,
         interval=None if scored.interval is None else (low, high),
         verdict=f"{verdict}, within noise" if noisy else verdict,
     )

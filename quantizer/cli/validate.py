@@ -111,5 +111,5 @@ def _checked_here(config: RunConfig) -> list[str]:
     from quantizer.pipeline.run import RUN
 
     ready = ready_to_run(config, Path(config.output).absolute(), RUN, force=None)
-    warned = [f"warning: {line}" for line in configured_warnings(config, len(ready.rows.tuning))]
+    warned = [f"warning: {line}" for line in configured_warnings(config, len(ready.examples.tuning))]
     return [*warned, *ready.notes, *([ready.estimate] if ready.estimate else [])]

@@ -1,4 +1,4 @@
-"""``QATCalibrate``: in-place quantization of the models that are built inside a ``with`` block."""
+"""``QATCalibrate``: in-place quantization of models that are built inside a ``with`` block."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from quantizer.settings import settings_of
 from quantizer.utils.torch_modes import ordinary_tensors
 
 _METHODS = {"histogram": "percentile"}
-"""Names of NVIDIA's toolkit, with our calibrators; any other method is the name of a calibrator."""
+"""Calibrators by the method names of NVIDIA's toolkit; other methods are names of calibrators."""
 
 
 class QATCalibrate:
-    """A block in which models are built with Q/DQ and calibrated; they round their operands when the block closes.
+    """A block in which models are built with Q/DQ and calibrated; they are fake-quantized when the block closes.
 
     Inside ``with QATCalibrate(method="histogram", percentile=99.99) as qat:`` build a model, call
-    ``qat.setup_model_qat(model)`` and run data through it. Before ``setup_model_qat`` the model behaves bit for bit as
-    if it were built outside. After the block it rounds its operands and keeps float weights, and can be trained or
-    exported with ``Quantizer.export``. Unlike ``Quantizer.calib`` this changes the model itself. Models that are built
-    outside the block, or by other threads, are not quantized.
+    ``qat.setup_model_qat(model)`` and run data through it. Before ``setup_model_qat``, the model behaves bit for bit
+    like a float model. After the block, it is fake-quantized with float weights, and can be trained or exported with
+    ``Quantizer.export``. Unlike ``Quantizer.calib``, the block changes the model itself. Models that are built outside
+    the block or by other threads are not quantized.
 
     Args:
         sources: the Python modules whose models are instrumented, each as a module, its name, or one of its classes;
-            none: every imported module.
+            without sources, every imported module.
         method: ``histogram`` (a percentile) or the name of a calibrator.
         percentile: percent of the absolute values that a range covers; used by ``histogram`` and ``percentile``.
         settings: other fields of ``QuantizerConfig``, such as ``exclude``.
@@ -46,8 +46,8 @@ class QATCalibrate:
         config: the resolved ``QuantizerConfig``.
 
     Raises:
-        ConfigError: a setting is wrong, or it chooses codes of weights, which are not quantized here.
-        SourceError: a source is no module, or is torch's own.
+        ConfigError: a setting is wrong, or sets ``weights.rounding``, which this class does not support.
+        SourceError: a source is not a module, or belongs to torch.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class QATCalibrate:
         **settings: Any,
     ) -> None:
         activations = {"calibrator": _METHODS.get(method, method), "percentile": percentile}
-        # As in NVIDIA's toolkit one pass gives the ranges, and no batch is kept to choose among others.
+        # As in NVIDIA's toolkit, one pass gives the ranges; no batches are stored.
         self.config = quantizer_config(None, activations=activations, **{"preset": "plain", **settings})
         rounding = self.config.weights.rounding
         if rounding != "nearest":
             raise ConfigError(
                 [
-                    f"weights.rounding: got {rounding!r}; expected 'nearest', as the model keeps float weights, which "
-                    "may be trained; Quantizer.quantize() chooses codes"
+                    f"weights.rounding: got {rounding!r}; expected 'nearest', because the model keeps float "
+                    "weights; use Quantizer.quantize() for other roundings"
                 ]
             )
         self._patch = patched(*sources, built=instrument)
@@ -95,8 +95,8 @@ class QATCalibrate:
                     f"no data went through the {type(empty[0]).__name__} after setup_model_qat(): run at least one "
                     "batch through it inside the block"
                 )
-            # All plans are made before any model changes: if one fails, no model rounds.
-            decided = [_decided(*entry) for entry in calibrating]
+            # All plans are made before any model changes, so that a failure changes none.
+            decided = [_planned(*entry) for entry in calibrating]
             for proxy, plan, _ in decided:
                 with_passes(proxy.module, plan)
                 apply_plan(proxy.module, plan)
@@ -105,22 +105,22 @@ class QATCalibrate:
                 self._plans.append((proxy, plan, products))
 
     def setup_model_qat(self, model: nn.Module) -> None:
-        """Start calibrating ``model``, in eval mode and with eager attention, until the block closes.
+        """Calibrate ``model``, in eval mode and with eager attention, until the block closes.
 
         Raises:
-            ProxyError: no block is open, ``model`` is no module, or it was set up before.
+            ProxyError: no block is open, ``model`` is not a module, or it was set up before.
             ConfigError: a rule of the configuration matches nothing in the model.
         """
         with ordinary_tensors():
             if not self._open:
-                raise ProxyError("setup_model_qat() belongs inside the with block of its QATCalibrate")
+                raise ProxyError("setup_model_qat() must be called inside the with block of its QATCalibrate")
             if not isinstance(model, nn.Module):
-                raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
+                raise ProxyError(f"expected a torch.nn.Module, got {type(model).__name__}")
             refuse_compiled(model)
             if any(known.module is model for known, _ in self._calibrating):
-                raise ProxyError(f"this {type(model).__name__} is being calibrated already")
+                raise ProxyError(f"this {type(model).__name__} is already being calibrated")
             if not is_proxy(model):
-                # Built before the block, or from modules that are not among the sources.
+                # Built before the block, or by a module outside of the sources.
                 instrument(model)
             proxy = proxied(settings_of(self.config), model)
             use_eager_attention(model)
@@ -130,7 +130,7 @@ class QATCalibrate:
             self._calibrating.append((proxy, observation))
 
     def coverage(self, model: nn.Module) -> Coverage:
-        """Return the coverage of a model that was calibrated in the block: every site, quantized or with the reason.
+        """Return the coverage of a model calibrated in the block: each site, and the reason for sites left in float.
 
         Raises:
             CalibrationError: the model was not calibrated in the block, or the block is still open.
@@ -138,9 +138,9 @@ class QATCalibrate:
         for proxy, plan, products in self._plans:
             if proxy.module is model:
                 return Coverage(plan, proxy.skipped, products, patches=proxy.patches)
-        raise CalibrationError("the ranges of this model were not loaded yet: they are when the block closes")
+        raise CalibrationError("this model has no ranges: call setup_model_qat() in the block, and coverage() after it")
 
 
-def _decided(proxy: Proxied, observation: Observation) -> tuple[Proxied, Plan, tuple[CountedProduct, ...]]:
-    seen = merge_across_ranks(proxy, observation)
-    return proxy, make_plan(proxy, seen), seen.counted()
+def _planned(proxy: Proxied, observation: Observation) -> tuple[Proxied, Plan, tuple[CountedProduct, ...]]:
+    merged = merge_across_ranks(proxy, observation)
+    return proxy, make_plan(proxy, merged), merged.counted()

@@ -1,9 +1,9 @@
-"""The scales that the quantized ``Linear`` of NVIDIA's tripy takes.
+"""The scales of NVIDIA tripy's quantized ``Linear``, from a plan.
 
 ``nvtripy.Linear(in_features, out_features, quant_dtype=nvtripy.int8, weight_quant_dim=...)`` computes x W^T + b with W
-[out, in]. It has an ``input_scale`` [], and a ``weight_scale``: [out] if ``weight_quant_dim`` is 0, [] if it is None.
-The axis is that of W: a weight that its module keeps as [in, out], as ``Conv1D`` of transformers does, is transposed
-for tripy, and its output channels are on axis 0 then too.
+[out, in]. Its ``input_scale`` is []; its ``weight_scale`` is [out] if ``weight_quant_dim`` is 0, and [] if it is None.
+A weight stored as [in, out], as by transformers' ``Conv1D``, must be transposed for tripy; its output channels are then
+also on axis 0.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class TripyLinear:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TripyScales:
-    """The quantized linears of a plan for tripy.
+    """The scales of a plan's quantized linear layers.
 
     Attributes:
-        linears: the scales of each linear, by the path of the module that has the weight.
-        left: the reason why a quantized site cannot be an ``nvtripy.Linear``, by the path of the site.
+        linears: the scales of each linear layer, by the path of the module with the weight.
+        left: the reason for each quantized site without a counterpart in tripy, by the path of the site.
     """
 
     linears: dict[str, TripyLinear] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class TripyScales:
 
 
 def tripy_scales(plan: Plan) -> TripyScales:
-    """Return the scales of every quantized linear of ``plan`` (``Quantizer.plan``), in tripy's orientation."""
+    """Return the scales of each quantized linear layer of ``plan`` (``Quantizer.plan``), in tripy's orientation."""
     readers: dict[str, int] = {}
     for parameter in (parameter for entry in plan.values() for parameter in entry.reads):
         readers[parameter] = readers.get(parameter, 0) + 1
@@ -79,7 +79,7 @@ def tripy_scales(plan: Plan) -> TripyScales:
 
 
 def write_tripy_scales(plan: Plan, path: str | os.PathLike[str]) -> TripyScales:
-    """Write the scales of every quantized linear of ``plan`` to a ``.safetensors`` file, whole or not at all.
+    """Write the scales of each quantized linear layer of ``plan`` atomically to a ``.safetensors`` file.
 
     Its tensors are ``MODULE.input_scale`` and ``MODULE.weight_scale``, parameters of tripy's ``Linear``. Its metadata
     has, as text, ``MODULE.weight_quant_dim`` (``0`` or ``None``), an argument of the constructor of ``Linear``, and
@@ -87,7 +87,7 @@ def write_tripy_scales(plan: Plan, path: str | os.PathLike[str]) -> TripyScales:
     """
     result = tripy_scales(plan)
     if not result.linears:
-        raise QuantizerError(f"nothing to write to {path}: the plan has no quantized linear that tripy's Linear can be")
+        raise QuantizerError(f"nothing to write to {path}: no quantized site of the plan can be a tripy Linear")
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     for name, linear in result.linears.items():
@@ -103,29 +103,29 @@ def write_tripy_scales(plan: Plan, path: str | os.PathLike[str]) -> TripyScales:
 def _no_linear(entry: SitePlan, weight: OperandPlan | None, readers: dict[str, int]) -> str | None:
     """Return why a quantized site cannot be an ``nvtripy.Linear``; None if it can."""
     if entry.kind != "linear" or weight is None:
-        return f"a {entry.kind} is no Linear"
+        return f"a {entry.kind} is not a Linear"
     if weight.name not in ("weight", "rhs") or entry.operation == "einsum":
-        return f"the weight is the operand {weight.name!r} of {entry.operation}, which is no x W^T"
+        return f"the weight is the operand {weight.name!r} of {entry.operation}, which is not x W^T"
     if weight.parameter is None or weight.parameter.rpartition(".")[2] != "weight":
-        return f"{weight.parameter} is no module's 'weight'"
+        return f"{weight.parameter} is not the 'weight' of a module"
     if weight.computation is not None:
         return f"the weight is computed from {', '.join(weight.parameters)}"
     if readers.get(weight.parameter, 0) > 1:
         return f"several calls read {weight.parameter}"
     two_axes = weight.view is None or (len(weight.view.order) == len("oi") and weight.view.offset == 0)
-    return None if two_axes else f"the weight is a part of {weight.parameter}, or has not two axes"
+    return None if two_axes else f"the weight is a part of {weight.parameter}, or does not have two axes"
 
 
 def _no_int8(entry: SitePlan) -> str | None:
     """Return why the operands are not quantized as ``nvtripy.Linear`` requires; None if they are."""
     for operand in entry.operands:
         if not operand.quantized or operand.dtype != INT8.name:
-            return f"{operand.name} is in {operand.dtype if operand.quantized else 'float'}, and int8 is needed"
+            return f"{operand.name} is {operand.dtype if operand.quantized else 'float'}, expected int8"
         if operand.smooth is not None:
-            return f"outliers of {operand.name} were moved (smooth), which these scales cannot say"
+            return f"{operand.name} uses SmoothQuant, which tripy scales cannot represent"
         if operand.codes is not None:
-            return f"the codes of {operand.name} were chosen (rounding), which these scales cannot say"
-    return None if entry.bias_shift is None else "its bias was corrected, which these scales cannot say"
+            return f"{operand.name} has learned integers (weights.rounding), which tripy scales cannot represent"
+    return None if entry.bias_shift is None else "its bias is corrected, which tripy scales cannot represent"
 
 
 def _out_axis(weight: OperandPlan) -> int:

@@ -202,11 +202,11 @@ class _Maker:
         self._scoring = work.scorer
         self._folder = folder
         self._kept = work.context.resume.engines
-        self._scored_rows = work.scored_rows
+        self._scored_examples = work.scored_examples
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
         self._trials = RoughTrials(self._rough, [batch])
         self._references = {
-            name: References(batches, apart=work.context.feed.rows_apart)
+            name: References(batches, apart=work.context.feed.samples_independent)
             for name, batches in work.graphs.checked_on(config, samples).items()
         }
 
@@ -260,9 +260,9 @@ class _Maker:
             timed += [check for check in checks if check.size == checks[0].size]
         runs, difference = graphs.assembled(engines), None
         if not graphs.several:
-            # Of a function's rows nothing is known.
-            kept = self._kept if self._scored_rows is not None else NO_STORE
-            key = ["difference", self._scored_rows, made[graphs.names[0]].built.path]
+            # Nothing is known of the samples of a function.
+            kept = self._kept if self._scored_examples is not None else NO_STORE
+            key = ["difference", self._scored_examples, made[graphs.names[0]].built.path]
             difference = kept.get(key, partial(self._scoring.difference, variant.name, runs))
         found = replace(candidate, sqnr_db=far_from_float(timed), score_difference=difference)
         return _Tried(variant, found, made, runs)

@@ -683,7 +683,7 @@ def _of_module(feed: ModuleFeed, batches: Sequence[Batch], sizes: Sequence[int])
     most = max(by_size, key=len)
     for group in {id(group): group for group in (most, by_size[0], by_size[-1])}.values():
         count = _rows(group[0])
-        if not (feed.rows_apart and feed.sizes.is_open(BATCH)):
+        if not (feed.samples_independent and feed.sizes.is_open(BATCH)):
             yield from group[: math.ceil(LEAST_SAMPLES / count)]
             continue
         pool = _joined(group[:LEAST_SAMPLES])

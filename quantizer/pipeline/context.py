@@ -20,7 +20,17 @@ from quantizer.pipeline.processes import require_room_to_write
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.resume import ResumeFiles
 from quantizer.report import ModelInfo, Score, SizeEntry, size_entries
-from quantizer.tasks import Batch, Feed, Predictions, Row, Task, build_task, load_model, load_processor, load_rows
+from quantizer.tasks import (
+    Batch,
+    Example,
+    Feed,
+    Predictions,
+    Task,
+    build_task,
+    load_examples,
+    load_model,
+    load_processor,
+)
 from quantizer.utils.batches import own_tensors
 from quantizer.utils.files import NO_STORE, Store
 from quantizer.utils.progress import loop
@@ -62,37 +72,37 @@ def as_array(value: torch.Tensor, dtype: Any) -> Array:
 
 
 def score_record(
-    which: str, task: Task, base: Predictions, other: Predictions, rows: Sequence[Row], resamples: int
+    which: str, task: Task, base: Predictions, other: Predictions, examples: Sequence[Example], resamples: int
 ) -> Score:
     """Return the score of one model, and its figures against the float model's predictions, ``base``."""
-    value = task.score(other, rows)
+    value = task.score(other, examples)
     if which == "float":
         return Score(
-            which=which,
+            form=which,
             value=value,
             metric=task.metric_name,
-            samples=len(rows),
+            samples=len(examples),
             higher_is_better=task.higher_is_better,
         )
-    low, high = task.difference_interval(base, other, rows, resamples)
+    low, high = task.difference_interval(base, other, examples, resamples)
     paired = {name: figure if math.isfinite(figure) else None for name, figure in task.paired(base, other).items()}
     return Score(
-        which=which,
+        form=which,
         value=value,
         metric=task.metric_name,
         paired=paired,
-        difference=value - task.score(base, rows),
+        difference=value - task.score(base, examples),
         interval=(low, high),
-        samples=len(rows),
+        samples=len(examples),
         higher_is_better=task.higher_is_better,
     )
 
 
-def rows_of(dataset: DatasetConfig | None) -> list[Row]:
-    """Return the rows of a data set that a configuration names; none for None."""
+def configured_examples(dataset: DatasetConfig | None) -> list[Example]:
+    """Return the samples of a data set that a configuration names; none for None."""
     if dataset is None:
         return []
-    return load_rows(
+    return load_examples(
         dataset.name,
         path=dataset.path,
         split=dataset.split,
@@ -108,20 +118,20 @@ def sizes_of(built: Mapping[str, BuildResult]) -> tuple[SizeEntry, ...]:
 
 
 @dataclass(frozen=True)
-class RunRows:
-    """The rows of a run, by purpose; empty if there are none for it."""
+class RunExamples:
+    """The samples of a run, by purpose; empty if there are none for it."""
 
     calibration: list[Any]
     evaluation: list[Any]
-    head: list[Row] = field(default_factory=list)
-    tuning: list[Row] = field(default_factory=list)
-    training: list[Row] = field(default_factory=list)
-    check: list[Row] = field(default_factory=list)
+    head: list[Example] = field(default_factory=list)
+    tuning: list[Example] = field(default_factory=list)
+    training: list[Example] = field(default_factory=list)
+    check: list[Example] = field(default_factory=list)
 
     @classmethod
-    def of(cls, config: DataConfig) -> RunRows:
-        """Return the rows of all data sets in a configuration."""
-        return cls(**{one.name: rows_of(getattr(config, one.name)) for one in fields(cls)})
+    def of(cls, config: DataConfig) -> RunExamples:
+        """Return the samples of all data sets in a configuration."""
+        return cls(**{one.name: configured_examples(getattr(config, one.name)) for one in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +143,7 @@ class RunContext:
         resume: the files from which a search and a training resume.
         model: the float model.
         processor: its tokenizer or image processor; None: it has none.
-        feed: makes batches from rows.
+        feed: makes batches of samples.
         floats: the ONNX files and engines of the model in float, for other runs on it.
         exported: the ONNX file of the float model, by its graph, the version of its operators and its type.
     """
@@ -192,7 +202,7 @@ def load_context(
     return RunContext(timer=timer, resume=resume, model=model, processor=processor, feed=built)
 
 
-def predict(context: RunContext, which: str, model: Runs, rows: list[Row]) -> Predictions:
-    """Return the predictions of a model or an engine on rows, as a stage of its own."""
+def predict(context: RunContext, which: str, model: Runs, examples: list[Example]) -> Predictions:
+    """Return the predictions of a model or an engine on samples, as a stage of its own."""
     with context.timer(f"score the {which}"), bar(which) as progress:
-        return context.task.predict(as_predictor(model), rows, progress)
+        return context.task.predict(as_predictor(model), examples, progress)

@@ -23,7 +23,7 @@ from quantizer.pipeline.open_axes import WRITTEN_BATCH_SIZES
 from quantizer.pipeline.quantize_model import SENSITIVITY_BATCHES, quantize_model
 from quantizer.pipeline.run import RUN
 from quantizer.plan.targets import AUTO, profile, profiles
-from quantizer.tasks import datasets, folder_holds, load_rows, read_checkpoint, tasks, text_files
+from quantizer.tasks import datasets, folder_holds, load_examples, read_checkpoint, tasks, text_files
 from quantizer.tasks.from_onnx import OnnxModule, from_onnx
 from quantizer.tasks.models import Checkpoint
 from quantizer.utils.batches import ARRAY_FILES, array_batches
@@ -116,7 +116,7 @@ Sizes = tuple[int, int, int]
 BATCH_SIZES: Sizes = (1, 8, 32)
 SEQUENCE_LENGTHS: Sizes = (16, 128, 512)
 
-CALIBRATION_ROWS = 128
+CALIBRATION_SAMPLES = 128
 """The default number of calibration samples, if there are so many."""
 
 _LARGEST_OUTPUT = 1 << 27
@@ -251,7 +251,7 @@ def _require_kind(draft: Draft, given: Mapping[str, Any], reads: str) -> None:
 
 
 def _data(draft: Draft, given: Mapping[str, Any]) -> None:
-    """Add the data: the first rows calibrate, the outputs of engines are compared on others where there are any."""
+    """Add the data: the first samples calibrate, and the outputs of engines are compared on the others, if any."""
     for option in ("tuning", "evaluation"):
         if option in given:
             found = data_source(given[option], f"--{option}")
@@ -264,14 +264,16 @@ def _data(draft: Draft, given: Mapping[str, Any]) -> None:
     found = data_source(given["calibration"], "--calibration")
     if found["name"] == "texts" and "column" in given:
         found["subset"] = given["column"]
-    there, rows = len(load_rows(found["name"], path=found["path"], subset=found.get("subset"))), given.get("samples")
-    if rows is not None and rows > there:
+    available = len(load_examples(found["name"], path=found["path"], subset=found.get("subset")))
+    samples = given.get("samples")
+    if samples is not None and samples > available:
         raise TaskError(
-            f"{given['calibration']} has {there} rows, fewer than --samples {rows}: lower it, or give more data"
+            f"{given['calibration']} has {available} samples, fewer than --samples {samples}: lower it, or give more "
+            "data"
         )
-    count = rows or min(CALIBRATION_ROWS, there)
+    count = samples or min(CALIBRATION_SAMPLES, available)
     _set(draft, "data.calibration", {**found, "samples": count}, "calibration")
-    if count < there:
+    if count < available:
         _default(draft, "data.check", {**found, "offset": count})
 
 
@@ -430,7 +432,7 @@ def _checkpoint_problems(given: Mapping[str, Any]) -> Iterator[str]:
         )
     if "tuning" in given and given["tuning"] == given.get("evaluation"):
         yield (
-            f"--tuning and --evaluation are both {given['tuning']}: a score on rows that the choice was made on is "
+            f"--tuning and --evaluation are both {given['tuning']}: a score on samples that the choice was made on is "
             "better than the model; give other samples"
         )
     if given.get("samples", 1) < 1:

@@ -151,7 +151,7 @@ def deliver(job: Job, record: RunRecord) -> str | None:
 
 def _snippet(job: Job, labels: int) -> str:
     task = job.context.task
-    call = ".generate" if job.graphs.several else ".labels" if task.labels == "row" and labels > 1 else ""
+    call = ".generate" if job.graphs.several else ".labels" if task.labels == "example" and labels > 1 else ""
     sample = {"text": "a text", "image": "an-image.png", "audio": "a-recording.wav"}[task.reads]
     taken = [sizes["batch"] for sizes in job.only_sizes if "batch" in sizes] or [job.config.export.dynamic.batch[0]]
     return _SNIPPET.format(load=loading(job.target), samples=[sample] * max(min(taken), 1), call=call)
@@ -234,7 +234,7 @@ def _generated(job: Job, record: RunRecord) -> dict[str, Any]:
         "tokens": job.graphs.tokens,
         "generated": {
             "checks": [asdict(check) for check in job.checks.get(GENERATED, ())],
-            "agreement": {one.which: asdict(one) for one in record.agreement},
+            "agreement": {one.form: asdict(one) for one in record.agreement},
         },
     }
 

@@ -2,7 +2,7 @@
 
 The packages that a task, its score and an export need, besides those of engine and report.
 
-Checks of a loaded model with its rows, and of what export, build and report need, before the model first runs.
+Checks of a loaded model with its samples, and of what export, build and report need, before the model first runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quantizer.engines import BuildOptions, backend
 from quantizer.errors import ConfigError, MissingDependencyError, QuantizerError, install_command
 from quantizer.export.exporter import require_exporter
 from quantizer.report import require_html
-from quantizer.tasks import Row, Sample, Task, tasks
+from quantizer.tasks import Example, Sample, Task, tasks
 
 T = TypeVar("T")
 
@@ -122,8 +122,8 @@ def require_tools(builds: Mapping[str, BuildOptions], *, html: bool) -> None:
         require_html()
 
 
-def check_rows(task: Task, scored: Sequence[Row], others: Sequence[Row | Sample] = ()) -> None:
-    """Check rows without running the model."""
+def check_examples(task: Task, scored: Sequence[Example], others: Sequence[Example | Sample] = ()) -> None:
+    """Check samples without running the model."""
     if scored:
         task.targets(scored)
     task.inputs.check(task.all_samples([*scored, *others]))

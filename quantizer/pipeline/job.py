@@ -14,7 +14,7 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.engines import BuildResult, Inspection, runs_here
 from quantizer.pipeline.compare_outputs import OnlySizes, OutputCheck, References, Tolerance, distances_of, tolerance
-from quantizer.pipeline.context import RunContext, RunRows
+from quantizer.pipeline.context import RunContext, RunExamples
 from quantizer.pipeline.latency_fallback import RunPlacement
 from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.open_axes import is_in_parts
@@ -46,7 +46,7 @@ class Job:
         load: loads the model and its data.
         among: the backends to choose from, empty for all of this CPU; None: the configuration names one.
         converts: whether the result is one of a conversion, which has one for each backend.
-        work: the model, the rows and the scores.
+        work: the model, the samples and the scores.
         fixed: which sizes the model fixes, in sentences.
         alone: the sizes that an engine takes alone, by its name, in sentences.
         refused: why an engine is not delivered, by its name.
@@ -111,9 +111,9 @@ class Job:
         return self.work.context.model
 
     @property
-    def rows(self) -> RunRows:
-        """The rows, by purpose."""
-        return self.work.rows
+    def examples(self) -> RunExamples:
+        """The samples, by purpose."""
+        return self.work.examples
 
     @property
     def scorer(self) -> Scorer:
@@ -153,7 +153,9 @@ class Job:
     @property
     def samples(self) -> list[Any]:
         """Samples on which engines are compared and timed."""
-        return self.context.feed.all_samples(self.rows.check or self.rows.evaluation or self.rows.calibration)
+        return self.context.feed.all_samples(
+            self.examples.check or self.examples.evaluation or self.examples.calibration
+        )
 
 
 @dataclass(frozen=True)

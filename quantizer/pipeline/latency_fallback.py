@@ -138,17 +138,17 @@ def latency_fallback_record(
     """Return the record of a plan that was chosen by its latency costs."""
     slower, back = latency_costs.slower(), [] if chosen is None else list(chosen.reasons())
     return LatencyFallback(
-        where=latency_costs.where,
+        conditions=latency_costs.where,
         low_ms=latency_costs.low_us / 1000,
         float_ms=latency_costs.float_us / 1000,
         predicted_ms=latency_costs.time_us(back) / 1000,
-        back=len(back),
+        float_groups=len(back),
         groups=tuple(
-            GroupTime(group=one.group, low_us=one.low_us, float_us=one.float_us, slower=slower.get(one.group))
+            GroupTime(group=one.group, low_us=one.low_us, float_us=one.float_us, slower_reason=slower.get(one.group))
             for one in sorted(latency_costs.groups.values(), key=lambda one: -one.gain_us)
         ),
         frontier=tuple(
-            FallbackPoint(back=point.back, milliseconds=point.time_us / 1000, error=point.error)
+            FallbackPoint(float_groups=point.back, milliseconds=point.time_us / 1000, error=point.error)
             for point in (frontier(rows, latency_costs) if rows else ())
         ),
     )

@@ -1,6 +1,6 @@
-"""The workload that a configuration names: a checkpoint, its task, and rows of data sets.
+"""The workload that a configuration names: a checkpoint, its task, and samples of data sets.
 
-The runs of a sweep share the loaded model and rows, what is float, and calibrations (``LoadedWork``).
+The runs of a sweep share the loaded model and samples, what is float, and calibrations (``LoadedWork``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantizer.config import RunConfig
-from quantizer.pipeline.context import RunContext, RunRows, load_context
-from quantizer.pipeline.faults import check_rows
+from quantizer.pipeline.context import RunContext, RunExamples, load_context
+from quantizer.pipeline.faults import check_examples
 from quantizer.pipeline.function_source import function_workload
 from quantizer.pipeline.model_graphs import Graphs, graphs_of
 from quantizer.pipeline.open_axes import is_in_parts, with_written_sizes
@@ -24,9 +24,9 @@ from quantizer.utils.files import Store, temporary_beside
 
 
 def configured_workload(
-    config: RunConfig, rows: RunRows, timer: StageTimer, kept: ResumeFiles, folder: Path
+    config: RunConfig, examples: RunExamples, timer: StageTimer, kept: ResumeFiles, folder: Path
 ) -> Workload:
-    """Return the model that a configuration names, with its rows and their scores."""
+    """Return the model that a configuration names, with its samples and their scores."""
     if config.model.task is None:
         return function_workload(config, timer, kept, folder)
     config = with_written_sizes(config)
@@ -51,21 +51,25 @@ def configured_workload(
         },
     )
     graphs = graphs_of(context, config)
-    scorer = Scoring(graphs.scored(context), rows.evaluation, config.report.bootstrap, folder)
-    return workload_of(config, context, graphs, rows, scorer)
+    scorer = Scoring(graphs.scored(context), examples.evaluation, config.report.bootstrap, folder)
+    return workload_of(config, context, graphs, examples, scorer)
 
 
-def workload_of(config: RunConfig, context: RunContext, graphs: Graphs, rows: RunRows, scorer: Scorer) -> Workload:
-    """Return the workload of a configuration whose model and rows are loaded."""
+def workload_of(
+    config: RunConfig, context: RunContext, graphs: Graphs, examples: RunExamples, scorer: Scorer
+) -> Workload:
+    """Return the workload of a configuration whose model and samples are loaded."""
     if isinstance(scorer, FunctionScorer):
-        return scored_workload(context, rows, config.model.source, scorer)
+        return scored_workload(context, examples, config.model.source, scorer)
     config = with_written_sizes(config)
     assert config.model.task is not None
     read = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
 
     def check() -> None:
-        check_rows(
-            context.task, [*rows.evaluation, *rows.tuning, *rows.head], [*rows.calibration, *rows.training, *rows.check]
+        check_examples(
+            context.task,
+            [*examples.evaluation, *examples.tuning, *examples.head],
+            [*examples.calibration, *examples.training, *examples.check],
         )
         # Raises if the model has fewer positions than the shape for the latency.
         context.task.random_batch(1, config.report.latency_sequence)
@@ -73,23 +77,23 @@ def workload_of(config: RunConfig, context: RunContext, graphs: Graphs, rows: Ru
     return Workload(
         context=context,
         graphs=graphs,
-        rows=rows,
+        examples=examples,
         scorer=scorer,
         info=context.info(config.model.source, config.model.task),
         check=check,
-        metric=lambda searched: TaskMetric(read, context.task, searched, rows.head, graphs.runnable),
+        metric=lambda searched: TaskMetric(read, context.task, searched, examples.head, graphs.runnable),
         fit=with_written_sizes,
     )
 
 
 def needs(config: RunConfig) -> str:
-    """Return all that a loaded model and its rows depend on, as text: runs with equal texts share them."""
+    """Return all that a loaded model and its samples depend on, as text: runs with equal texts share them."""
     sequence = config.export.dynamic.sequence[0]
     return f"{config.model.model_dump_json()} {config.data.model_dump_json()} {sequence}"
 
 
 class LoadedWork:
-    """Loads the workloads of runs that follow one another; the model and rows of the last one stay in memory."""
+    """Loads the workloads of runs that follow one another; the model and samples of the last one stay in memory."""
 
     def __init__(self, floats: Store, times: Store, *, diagnoses: bool = True) -> None:
         self._floats = floats
@@ -99,18 +103,18 @@ class LoadedWork:
         self._work: Workload | None = None
 
     def has(self, config: RunConfig) -> bool:
-        """Return whether the model and the rows of a run are loaded."""
+        """Return whether the model and the samples of a run are loaded."""
         return self._work is not None and self._needs == needs(config)
 
     def load(self, config: RunConfig, timer: StageTimer, kept: ResumeFiles, target: Path) -> Workload:
-        """Return the workload of a run, loaded anew if its model or rows are not those of the run before.
+        """Return the workload of a run, loaded anew if its model or samples are not those of the run before.
 
-        Errors are those of ``configured_workload`` and of ``RunRows.of``.
+        Errors are those of ``configured_workload`` and of ``RunExamples.of``.
         """
         if not self.has(config):
             # The former model goes before the next one comes.
             self._work = self._needs = None
-            self._work = configured_workload(config, RunRows.of(config.data), timer, kept, target)
+            self._work = configured_workload(config, RunExamples.of(config.data), timer, kept, target)
             self._work = replace(self._work, shared=SharedObjects())
             self._needs = needs(config)
         assert self._work is not None
@@ -119,7 +123,7 @@ class LoadedWork:
         kept, floats = replace(kept, times=self._times), self._floats.under(self._needs)
         context = replace(work.context, timer=timer, resume=kept, floats=floats)
         scorer = work.scorer.for_run(work.graphs.scored(context), config.report.bootstrap, target)
-        made = workload_of(config, context, work.graphs, work.rows, scorer)
+        made = workload_of(config, context, work.graphs, work.examples, scorer)
         return replace(made, shared=work.shared, diagnoses=self._diagnoses)
 
 

@@ -36,7 +36,7 @@ def record_of(job: Job) -> RunRecord:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         config=config.model_dump(mode="json"),
         model=job.work.info,
-        fixed=(*job.fixed, *job.alone.values()),
+        fixed_sizes=(*job.fixed, *job.alone.values()),
         scores=job.scores,
         agreement=job.agreement,
         outputs=job.outputs,

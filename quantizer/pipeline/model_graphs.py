@@ -248,7 +248,7 @@ class WritingGraphs(Graphs):
         right = self._written(self.context.model, batches)
         found = {name: self._written(cast(nn.Module, form), batches) for name, form in forms.items()}
         return tuple(
-            Agreement(which=name, samples=len(right), tokens=equal_tokens(right, one), texts=equal_texts(right, one))
+            Agreement(form=name, samples=len(right), tokens=equal_tokens(right, one), texts=equal_texts(right, one))
             for name, one in found.items()
         )
 

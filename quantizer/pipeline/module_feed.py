@@ -80,14 +80,14 @@ class ModuleFeed:
     Attributes:
         in_data: the axes that would be open by the data, and the sizes in it.
         sizes: the same without the axes that the model fixes.
-        rows_apart: whether the model computes each row of a batch for itself, so that a batch may be cut.
+        samples_independent: whether the model computes each row of a batch for itself, so that a batch may be cut.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = list(batches)
         self.names = tuple(self._batches[0])
         self.in_data = self.sizes = DataSizes.of(self._batches)
-        self.rows_apart = False
+        self.samples_independent = False
 
     @property
     def inputs(self) -> ModuleFeed:

@@ -49,13 +49,13 @@ def settle_axes(context: RunContext, graphs: Graphs, opset: int, folder: Path) -
 
     names = from_first_rank(named, dict[str, Any])
     feed.keep_open({name: {axis: word for axis, word in enumerate(axes) if word} for name, axes in names.items()})
-    feed.rows_apart = rows_are_apart(context.model, feed.example(), feed.sizes)
+    feed.samples_independent = samples_are_independent(context.model, feed.example(), feed.sizes)
     notes = tuple(_notes(feed.in_data, feed.sizes))
     warn_user(notes)
     return notes
 
 
-def rows_are_apart(model: nn.Module, batch: Batch, sizes: DataSizes) -> bool:
+def samples_are_independent(model: nn.Module, batch: Batch, sizes: DataSizes) -> bool:
     """Return whether a model gives the first rows of a batch what it gives them in the whole batch.
 
     Where it does not, as with the nodes of a graph or halves of a batch that are compared, a batch is not cut.

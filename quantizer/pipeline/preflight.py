@@ -5,7 +5,7 @@ known before it, such as the builds of engines and their timing.
 
 The preflight of a run: packages, data, labels, the checkpoint, the folder, and what the engine needs of the machine.
 
-The model itself is not loaded. What only the loaded model can tell is checked right after that, by ``check_rows``.
+The model itself is not loaded. What only the loaded model can tell is checked right after that, by ``check_examples``.
 
 Warnings of a budget, from a configuration alone: before a model is loaded.
 
@@ -34,18 +34,18 @@ from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import ConfigError, QuantizerError, TaskError
 from quantizer.pipeline.benchmark import build_options
 from quantizer.pipeline.choose_engine import chooses
-from quantizer.pipeline.context import RunRows
+from quantizer.pipeline.context import RunExamples
 from quantizer.pipeline.faults import Faults, Looks, check_export_packages, check_packages, require_package
 from quantizer.pipeline.function_source import check_functions
 from quantizer.pipeline.open_axes import require_possible_run
 from quantizer.pipeline.progress import earlier_stages, rounded_time
 from quantizer.pipeline.resume import require_names
-from quantizer.pipeline.search_max_drop import budget_warnings, rows_searched
+from quantizer.pipeline.search_max_drop import budget_warnings, samples_searched
 from quantizer.plan.targets import AUTO, profile
 from quantizer.report import Stage
-from quantizer.tasks import Pair, Row, Sample, Text, read_checkpoint, require_labels, resolve_source, tasks
+from quantizer.tasks import Example, Pair, Sample, Text, read_checkpoint, require_labels, resolve_source, tasks
 from quantizer.tasks.classification import require_classes
-from quantizer.tasks.datasets.rows import part_of_rows, whole_data
+from quantizer.tasks.datasets.examples import all_examples, part_of_examples
 from quantizer.utils.cpu import saturates
 from quantizer.utils.files import (
     begun_in,
@@ -71,14 +71,16 @@ _LIBRARIES_GIB = 1.8
 """Libraries, batches and what is observed: what a run of MiniLM takes at its peak beside the copies."""
 
 
-def run_estimate(config: RunConfig, rows: Mapping[str, Sequence[Row]], earlier: Sequence[Stage] = ()) -> str | None:
+def run_estimate(
+    config: RunConfig, examples: Mapping[str, Sequence[Example]], earlier: Sequence[Stage] = ()
+) -> str | None:
     """Return the estimate of a run; see ``estimate``."""
-    every = [row for part in rows.values() for row in part]
-    return estimate(config.model.source, every, row_passes(config, rows), config.model.max_length, earlier)
+    every = [example for part in examples.values() for example in part]
+    return estimate(config.model.source, every, sample_passes(config, examples), config.model.max_length, earlier)
 
 
 def estimate(
-    source: str, rows: Sequence[Row | Sample], passes: float, max_length: int, earlier: Sequence[Stage] = ()
+    source: str, examples: Sequence[Example | Sample], passes: float, max_length: int, earlier: Sequence[Stage] = ()
 ) -> str | None:
     """Return about how long it takes and how much memory, and on what basis; None: the weights cannot be counted."""
     parameters = _parameters(source)
@@ -91,22 +93,22 @@ def estimate(
     )
     if words := rounded_time(sum(stage.seconds for stage in earlier)):
         return f"time: about {words}, as the same took before; {memory}"
-    texts = [row for row in rows if isinstance(row, Text | Pair | str)]
+    texts = [example for example in examples if isinstance(example, Text | Pair | str)]
     length = f" of about {min(statistics.mean(map(_tokens, texts)), max_length):.0f} tokens" if texts else ""
     return (
-        f"time: not known before a first run; {passes:,.0f} rows{length} go through the model at least, and export, "
+        f"time: not known before a first run; {passes:,.0f} samples{length} go through the model at least, and export, "
         f"engines, their scores and their timing come on top; {memory}"
     )
 
 
-def calibration_passes(preset: str, rows: int) -> int:
-    """Return how many rows go through the model in a calibration on ``rows`` rows."""
-    return rows + _AGAIN[preset] * min(rows, _CHOSEN_ON)
+def calibration_passes(preset: str, samples: int) -> int:
+    """Return how many samples go through the model in a calibration on ``samples`` of them."""
+    return samples + _AGAIN[preset] * min(samples, _CHOSEN_ON)
 
 
-def row_passes(config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> float:
-    """Return how many rows go through the model in a run, at least, each pass of a row counted."""
-    count = {name: len(part) for name, part in rows.items()}
+def sample_passes(config: RunConfig, examples: Mapping[str, Sequence[Example]]) -> float:
+    """Return how many samples go through the model in a run, at least, each pass of a sample counted."""
+    count = {name: len(part) for name, part in examples.items()}
     passes: float = calibration_passes(config.quantizer.preset, count.get("calibration", 0))
     passes += FORMS * count.get("evaluation", 0) + count.get("head", 0)
     if config.fallback is not None and config.fallback.max_drop is not None:
@@ -137,12 +139,18 @@ def _parameters(source: str) -> int | None:
     return sum(sizes.values()) or None
 
 
-def _tokens(row: Text | Pair | str) -> float:
-    text = row if isinstance(row, str) else row.text if isinstance(row, Text) else f"{row.first} {row.second}"
+def _tokens(example: Text | Pair | str) -> float:
+    text = (
+        example
+        if isinstance(example, str)
+        else example.text
+        if isinstance(example, Text)
+        else f"{example.first} {example.second}"
+    )
     return _TOKENS_PER_WORD * len(text.split()) + 2
 
 
-_ROWS = tuple(field.name for field in fields(RunRows))
+_PURPOSES = tuple(field.name for field in fields(RunExamples))
 
 
 @dataclass(frozen=True)
@@ -150,12 +158,12 @@ class Ready:
     """A run that can start.
 
     Attributes:
-        rows: its rows, which were read for it.
+        examples: its samples, which were read for it.
         notes: what is worth knowing before it does.
         estimate: its time and memory in words; None: there is nothing to estimate them by.
     """
 
-    rows: RunRows
+    examples: RunExamples
     notes: tuple[str, ...]
     estimate: str | None
 
@@ -172,9 +180,9 @@ def ready_to_run(
     """Check all that a run needs besides the loaded model, and estimate its time and memory."""
     faults, looks = Faults(), looks or Looks()
     _check_packages(faults, config)
-    sections = {name: part for name in _ROWS if (part := getattr(config.data, name)) is not None}
-    rows = _checked_data(faults, sections, looks)
-    _check_model(faults, config, rows, looks)
+    sections = {name: part for name in _PURPOSES if (part := getattr(config.data, name)) is not None}
+    examples = _checked_data(faults, sections, looks)
+    _check_model(faults, config, examples, looks)
     # A sweep has thousands of runs in one folder.
     begun = "\0" not in str(folder) and _is_begun(Path(os.path.realpath(folder)), looks)
     if begun:
@@ -191,22 +199,24 @@ def ready_to_run(
     estimate = (
         None
         if config.model.task is None or not estimated
-        else run_estimate(config, rows, earlier_run(config, folder, chooses=chooses(config)))
+        else run_estimate(config, examples, earlier_run(config, folder, chooses=chooses(config)))
     )
-    return Ready(RunRows(**{"calibration": [], "evaluation": []} | rows), tuple(notes), estimate)
+    return Ready(RunExamples(**{"calibration": [], "evaluation": []} | examples), tuple(notes), estimate)
 
 
 def faults_of(sections: Mapping[str, Section]) -> list[str]:
     """Return what is wrong with the data, the checkpoint and the target of a file that has other problems."""
     faults = Faults()
     data = sections.get("data")
-    parts = {name: sections.get(f"data.{name}", getattr(data, name, None)) for name in _ROWS}
+    parts = {name: sections.get(f"data.{name}", getattr(data, name, None)) for name in _PURPOSES}
     looks = Looks()
-    rows = _checked_data(faults, {name: part for name, part in parts.items() if isinstance(part, DatasetConfig)}, looks)
+    examples = _checked_data(
+        faults, {name: part for name, part in parts.items() if isinstance(part, DatasetConfig)}, looks
+    )
     known = {name: section for name, section in sections.items() if name in RunConfig.model_fields}
     config = RunConfig.model_construct().model_copy(update=known)
     if "model" in known:
-        _check_model(faults, config, rows, looks)
+        _check_model(faults, config, examples, looks)
     if "quantizer" in known:
         faults.of(lambda: check_run(config))
     return faults.texts
@@ -247,51 +257,51 @@ def _check_speed_goal(config: RunConfig) -> None:
         )
 
 
-def _check_model(faults: Faults, config: RunConfig, rows: Mapping[str, Sequence[Row]], looks: Looks) -> None:
+def _check_model(faults: Faults, config: RunConfig, examples: Mapping[str, Sequence[Example]], looks: Looks) -> None:
     """Check what a model is made of, and what a run asks of one."""
     if config.model.task is None:
         check_functions(faults, config.model)
     else:
         faults.of(lambda: require_possible_run(config))
-        _check_checkpoint(faults, config.model, config.model.task, rows, looks)
+        _check_checkpoint(faults, config.model, config.model.task, examples, looks)
 
 
 def _check_checkpoint(
-    faults: Faults, model: ModelConfig, task: str, rows: Mapping[str, Sequence[Row]], looks: Looks
+    faults: Faults, model: ModelConfig, task: str, examples: Mapping[str, Sequence[Example]], looks: Looks
 ) -> None:
-    """Check a checkpoint for a task, and the labels of the rows where it has classes."""
+    """Check a checkpoint for a task, and the labels of the samples where it has classes."""
     checkpoint = faults.of(
         lambda: looks.once(("model", model.source, task), lambda: read_checkpoint(model.source, task))
     )
     faults.of(lambda: require_labels(task, model.labels))
-    if checkpoint is not None and tasks[task].labels == "row" and checkpoint.labels:
+    if checkpoint is not None and tasks[task].labels == "example" and checkpoint.labels:
         for name in ("evaluation", "tuning", "training"):
-            faults.of(partial(_check_labels, name, rows.get(name) or (), len(checkpoint.labels)))
+            faults.of(partial(_check_labels, name, examples.get(name) or (), len(checkpoint.labels)))
 
 
-def _checked_data(faults: Faults, sections: Mapping[str, DatasetConfig], looks: Looks) -> dict[str, list[Row]]:
-    """Return the rows of each section that has data which can be read."""
+def _checked_data(faults: Faults, sections: Mapping[str, DatasetConfig], looks: Looks) -> dict[str, list[Example]]:
+    """Return the samples of each section that has data which can be read."""
     found = {}
     for name, section in sections.items():
-        rows = faults.of(partial(_rows, name, section, looks))
-        if rows is not None:
-            found[name] = rows
+        examples = faults.of(partial(_examples, name, section, looks))
+        if examples is not None:
+            found[name] = examples
     return found
 
 
-def _rows(name: str, section: DatasetConfig, looks: Looks) -> list[Row]:
+def _examples(name: str, section: DatasetConfig, looks: Looks) -> list[Example]:
     place = section.name, section.path, section.split, section.subset
     try:
-        found = looks.once(("data", *place), partial(whole_data, *place))
-        return part_of_rows(found, section.name, section.path, section.samples, section.offset)
+        found = looks.once(("data", *place), partial(all_examples, *place))
+        return part_of_examples(found, section.name, section.path, section.samples, section.offset)
     except ConfigError as error:
         raise TaskError(f"data.{name}: {'; '.join(error.problems)}") from error
     except TaskError as error:
         raise TaskError(f"data.{name}: {error}") from error
 
 
-def _check_labels(name: str, rows: Sequence[Row], classes: int) -> None:
-    labels = np.array([row.label for row in rows if isinstance(row, Text)], dtype=np.int64)
+def _check_labels(name: str, examples: Sequence[Example], classes: int) -> None:
+    labels = np.array([example.label for example in examples if isinstance(example, Text)], dtype=np.int64)
     try:
         require_classes(labels, classes)
     except TaskError as error:
@@ -312,13 +322,13 @@ def _notes(config: RunConfig) -> list[str]:
     return notes
 
 
-def configured_warnings(config: RunConfig, rows: int) -> Iterator[str]:
+def configured_warnings(config: RunConfig, samples: int) -> Iterator[str]:
     """Yield why the budget of a configuration is finer than its tuning samples can tell, a sentence each."""
     asked, task = config.fallback, config.model.task
     if asked is None or asked.max_drop is None or task is None:
         return
     here = chooses(config) or config.quantizer.backend == AUTO or runs_here(config.quantizer.backend)
-    searched = rows_searched(rows, checked=config.qat is None and here)
+    searched = samples_searched(samples, checked=config.qat is None and here)
     metric = tasks[task].metric_name
     yield from budget_warnings(asked.max_drop, searched, metric, "fallback.max_drop")
 
@@ -330,7 +340,8 @@ _WORK = ("model", "quantize", "data", "amp", "fallback", "qat")
 def earlier_run(config: RunConfig, folder: Path, *, chooses: bool) -> list[Stage]:
     """Return the stages of the last run that did the same work, in a folder or beside it; none if there is none.
 
-    It had the same model and rows, searched and trained the same, and chose its engine, too, or had the same backend.
+    It had the same model and samples, searched and trained the same, and also chose its engine or had the same
+    backend.
     """
     wanted = config.model_dump(mode="json")
 

@@ -24,8 +24,8 @@ from typing import Any, TypeAlias, TypeVar
 from torch import distributed, nn
 
 from quantizer.errors import LostRankError, QuantizerError
-from quantizer.tasks import Row
-from quantizer.tasks.datasets.rows import content_of
+from quantizer.tasks import Example
+from quantizer.tasks.datasets.examples import content_of
 from quantizer.utils.child_process import launched
 from quantizer.utils.distributed import all_gather_bytes, get_rank, get_world_size, of_first_rank
 from quantizer.utils.files import require_room, scratch
@@ -174,15 +174,15 @@ def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
-def require_same_work(settings: str, model: nn.Module, rows: Mapping[str, Sequence[Row]]) -> None:
-    """Raise unless all processes have the same settings, weights and rows; all processes must call this."""
+def require_same_work(settings: str, model: nn.Module, examples: Mapping[str, Sequence[Example]]) -> None:
+    """Raise unless all processes have the same settings, weights and samples; all processes must call this."""
     if get_world_size() == 1:
         return
     weights = repr(sorted(Fingerprint.of(model).plain().items()))
     mine = {
         "configuration": settings,
         "weights of the model": hashlib.sha256(weights.encode()).hexdigest(),
-        **{f"{purpose} rows": content_of(some) for purpose, some in rows.items()},
+        **{f"{purpose} samples": content_of(some) for purpose, some in examples.items()},
     }
     told = [json.loads(one) for one in all_gather_bytes(json.dumps(mine).encode())]
     for rank, other in enumerate(told):

@@ -45,7 +45,7 @@ def earlier_stages(folder: Path, report: str, same: Callable[[Mapping[str, Any]]
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             content = json_values(regular_file(path).read_bytes())
             if same(content):
-                stages = [stage for stage in content["stages"] if stage.get("inside") is None]
+                stages = [stage for stage in content["stages"] if stage.get("parent") is None]
                 return [Stage(name=str(stage["name"]), seconds=float(stage["seconds"])) for stage in stages]
     return []
 
@@ -252,7 +252,7 @@ class StageTimer:
         if self._inside is not None:
             start = time.perf_counter()
             yield
-            self.done.append(Stage(name=name, seconds=time.perf_counter() - start, inside=self._inside))
+            self.done.append(Stage(name=name, seconds=time.perf_counter() - start, parent=self._inside))
             return
         self._outlook.begin(name)
         # A terminal has the line that is drawn anew, and keeps the one with the duration.

@@ -53,7 +53,7 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         ready = ready_to_run(config, place, RUN, force=force)
         for line in (*ready.notes, *filter(None, [ready.estimate])):
             console.print(line, highlight=False, markup=False)
-        record = carry_out(config, place, force, console, partial(configured_workload, config, ready.rows))
+        record = carry_out(config, place, force, console, partial(configured_workload, config, ready.examples))
     if record is not None:
         with said_complete(folder):
             print_record(record, folder, console)
@@ -83,7 +83,7 @@ def convert(configs: Sequence[RunConfig], folder: Path, force: bool, console: Co
             shared = LoadedWork(Store(scratch), kept.times)
             for config, among in resolved:
                 # One alone has nobody to share its float engine and its calibration with.
-                load = partial(configured_workload, config, ready[0].rows)
+                load = partial(configured_workload, config, ready[0].examples)
                 if len(resolved) > 1:
                     console.print(f"[bold]{config.quantizer.backend}[/bold]")
                     load = partial(shared.load, config)

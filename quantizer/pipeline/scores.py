@@ -1,11 +1,11 @@
-"""The task's score as the metric of a search, on rows that the report does not use for scores.
+"""The task's score as the metric of a search, on samples that the report does not use for scores.
 
 Scores by a function that somebody gave: it takes the model, or what stands for it.
 
-It returns a number, or one for each row that it scored: the score is then their mean, and the rows tell how far chance
+It returns a number, or one for each sample that it scored: the score is then their mean, and these tell how far chance
 may move its difference to the float model.
 
-Scores of models and engines on rows with labels; none is run on them twice.
+Scores of models and engines on labelled samples; none is run on them twice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from quantizer.pipeline.processes import from_first_rank
 from quantizer.proxy.restored_state import untouched
 from quantizer.report import Score
 from quantizer.report.compare import Resamples, write_resamples
-from quantizer.tasks import Predictions, Row, Task
-from quantizer.tasks.datasets.rows import content_of
+from quantizer.tasks import Example, Predictions, Task
+from quantizer.tasks.datasets.examples import content_of
 from quantizer.tasks.metrics import resampled_scores
 from quantizer.utils.records import paired_interval
 
@@ -48,32 +48,32 @@ class TaskMetric:
 
     Attributes:
         higher_is_better: the direction that is better.
-        reads: a hash of the settings and the content of all rows, since image files may change under the same name.
+        reads: a hash of the settings and the content of all samples, since image files may change under the same name.
     """
 
     def __init__(
         self,
         settings: tuple[object, ...],
         task: Task,
-        rows: Sequence[Row],
-        head: Sequence[Row],
+        examples: Sequence[Example],
+        head: Sequence[Example],
         runnable: Callable[[nn.Module], nn.Module],
     ) -> None:
-        parts = (*settings, content_of(rows), content_of(head))
+        parts = (*settings, content_of(examples), content_of(head))
         self.reads = hashlib.sha256(repr(parts).encode()).hexdigest()
         self.higher_is_better = task.higher_is_better
         self._task = task
-        self._rows = rows
+        self._examples = examples
         self._runnable = runnable
 
     def __call__(self, model: nn.Module) -> float:
         with bar("tuning samples") as progress:
-            predictions = self._task.predict(as_predictor(self._runnable(model)), self._rows, progress)
-        return self._task.score(predictions, self._rows)
+            predictions = self._task.predict(as_predictor(self._runnable(model)), self._examples, progress)
+        return self._task.score(predictions, self._examples)
 
 
 ScoreFunction: TypeAlias = Callable[[nn.Module], Any]
-"""A function that takes a module and returns its score, or those of rows [N] in a fixed order."""
+"""A function that takes a module and returns its score, or those of samples [N] in a fixed order."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class FunctionScore:
 
     Attributes:
         value: the score.
-        rows: the scores of the rows [N], of which it is the mean; None: the function tells none.
+        per_sample: the scores of the samples [N], of which it is the mean; None: the function tells none.
     """
 
     value: float
-    rows: npt.NDArray[np.float64] | None = None
+    per_sample: npt.NDArray[np.float64] | None = None
 
 
 class FunctionMetric:
@@ -107,7 +107,7 @@ class FunctionMetric:
         """Return what the function says of a model."""
         with untouched(model):
             given = self.__wrapped__(model)
-        wanted = "expected a number, or one for each row"
+        wanted = "expected a number, or one for each sample"
         try:
             values = np.asarray(given.detach().double().cpu() if isinstance(given, Tensor) else given)
             if values.dtype.kind not in "bfiu":
@@ -173,16 +173,18 @@ class FunctionScorer:
 
     def _record(self, which: str, score: FunctionScore, base: FunctionScore) -> Score:
         interval = None
-        if which != "float" and score.rows is not None and base.rows is not None:
-            first, second = (resampled_scores(_mean, one, one, self._resamples) for one in (base.rows, score.rows))
+        if which != "float" and score.per_sample is not None and base.per_sample is not None:
+            first, second = (
+                resampled_scores(_mean, one, one, self._resamples) for one in (base.per_sample, score.per_sample)
+            )
             interval = paired_interval(first, second)
         return Score(
-            which=which,
+            form=which,
             value=score.value,
             metric=self.metric.name,
             difference=None if which == "float" else score.value - base.value,
             interval=interval,
-            samples=None if score.rows is None else len(score.rows),
+            samples=None if score.per_sample is None else len(score.per_sample),
             higher_is_better=self.metric.higher_is_better,
         )
 
@@ -195,7 +197,7 @@ class FunctionScorer:
             if _count(told) != _count(base):
                 raise TaskError(
                     f"{self.metric.name}() returned {_count(told)} for the {which}, and {_count(base)} for the float "
-                    "model; expected the same rows for both"
+                    "model; expected the same samples for both"
                 )
             self._known[form] = told
         return self._known[form]
@@ -206,41 +208,43 @@ def _mean(scores: npt.NDArray[Any], _: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _count(score: FunctionScore) -> str:
-    return "a number" if score.rows is None else f"scores of {len(score.rows)} rows"
+    return "a number" if score.per_sample is None else f"scores of {len(score.per_sample)} samples"
 
 
 class Scoring:
-    """Scores on one set of rows, and differences to the float model."""
+    """Scores on one set of samples, and differences to the float model."""
 
-    def __init__(self, context: RunContext, rows: list[Row], resamples: int, folder: Path | None = None) -> None:
+    def __init__(
+        self, context: RunContext, examples: list[Example], resamples: int, folder: Path | None = None
+    ) -> None:
         self._context = context
-        self._rows = rows
+        self._examples = examples
         self._resamples = resamples
         self._folder = folder
         self._known: WeakKeyDictionary[Runs, Predictions] = WeakKeyDictionary()
         self._base: WeakKeyDictionary[Runs, Predictions] = WeakKeyDictionary()
 
     def for_run(self, context: RunContext, resamples: int, folder: Path) -> Scoring:
-        """Return a scorer for another run on the same model and rows, which knows what the float model predicts."""
-        other = Scoring(context, self._rows, resamples, folder)
+        """Return a scorer for another run on the same model and samples, which knows what the float model predicts."""
+        other = Scoring(context, self._examples, resamples, folder)
         # The same object for all, so that whichever run predicts first does so for the runs that follow.
         other._base = self._base
         return other
 
     def difference(self, which: str, engine: Runs | None) -> float | None:
-        """Return the score of an engine less that of the float model; None without rows or engine."""
-        if not self._rows or engine is None:
+        """Return the score of an engine less that of the float model; None without samples or engine."""
+        if not self._examples or engine is None:
             return None
         task, base = self._context.task, self._predictions("float", self._context.model)
-        return task.score(self._predictions(which, engine), self._rows) - task.score(base, self._rows)
+        return task.score(self._predictions(which, engine), self._examples) - task.score(base, self._examples)
 
     def take(self, forms: Mapping[str, Runs]) -> None:
-        """Run models and engines on the rows; their scores are made of that later.
+        """Run models and engines on the samples; their scores are made of that later.
 
         Of several processes the first one may have run some of them alone, as for a choice of engines: the others
         leave these out, as no part of theirs is asked for.
         """
-        for name in from_first_rank(lambda: self._left(forms), list[str]) if self._rows else ():
+        for name in from_first_rank(lambda: self._left(forms), list[str]) if self._examples else ():
             self._predictions(name, forms[name])
 
     def _left(self, forms: Mapping[str, Runs]) -> list[str]:
@@ -248,22 +252,22 @@ class Scoring:
         return [name for name, form in forms.items() if form not in self._store(form)]
 
     def scores(self, forms: Mapping[str, Runs]) -> tuple[Score, ...]:
-        """Return the scores of the float model, and of other models and engines by name; none without rows."""
-        if not self._rows:
+        """Return the scores of the float model, and of other models and engines by name; none without samples."""
+        if not self._examples:
             return ()
         base = self._predictions("float", self._context.model)
         told = {"float": base, **{name: self._predictions(name, form) for name, form in forms.items()}}
-        task, rows = self._context.task, self._rows
+        task, examples = self._context.task, self._examples
         if self._folder is not None:
-            resampled = {name: task.resampled(one, rows, self._resamples) for name, one in told.items()}
-            kept = Resamples(rows=content_of(rows), metric=task.metric_name, scores=resampled)
+            resampled = {name: task.resampled(one, examples, self._resamples) for name, one in told.items()}
+            kept = Resamples(samples_hash=content_of(examples), metric=task.metric_name, scores=resampled)
             write_resamples(kept, self._folder)
-        return tuple(score_record(name, task, base, one, rows, self._resamples) for name, one in told.items())
+        return tuple(score_record(name, task, base, one, examples, self._resamples) for name, one in told.items())
 
     def _predictions(self, which: str, model: Runs) -> Predictions:
         known = self._store(model)
         if model not in known:
-            known[model] = predict(self._context, which, model, self._rows)
+            known[model] = predict(self._context, which, model, self._examples)
         return known[model]
 
     def _store(self, model: Runs) -> WeakKeyDictionary[Runs, Predictions]:

@@ -2,11 +2,11 @@
 
 A budget of the score: what tuning samples can tell of a drop, and whether the built engine keeps to it too.
 
-Tuning rows cannot tell every drop, as one row is a step of the score and chance moves it.
+Tuning samples cannot show every drop, as one sample is a step of the score and chance moves it.
 
-Legend: n the rows that are scored, p the share of them whose answer quantization changes. A score that is the share of
-right answers moves in steps of 1 / n. Of the answers that change, as many become right as wrong if nothing is lost, and
-the score still moves: its standard deviation is the root of p / n.
+Legend: n is the number of scored samples, p the share of them whose answer quantization changes. An accuracy moves in
+steps of 1 / n. If nothing is lost, as many of the changed answers become right as wrong, and the score still moves: its
+standard deviation is the root of p / n.
 
 The engine is scored on tuning samples that the search for fallback did not see.
 """
@@ -30,14 +30,14 @@ from quantizer.pipeline.context import RunContext, Runs, as_predictor, bar
 from quantizer.pipeline.scores import FunctionScorer, Metric
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, text
-from quantizer.tasks import Batch, Row, rows_at
+from quantizer.tasks import Batch, Example, rows_at
 from quantizer.utils.distributed import is_mine
 from quantizer.utils.fingerprint import Fingerprint
 from quantizer.utils.progress import counted
 from quantizer.utils.records import EngineCheck
 
-_BATCHES, _ROWS = 2, 8
-"""On so many rows of so many batches causes are looked for, as each setting that is tried is calibrated on them."""
+_BATCHES, _SAMPLES = 2, 8
+"""On so many samples of so many batches causes are looked for, as each setting that is tried is calibrated on them."""
 
 
 DIAGNOSE = "diagnose"
@@ -61,7 +61,7 @@ def with_diagnosis(
     with context.timer(DIAGNOSE):
         try:
             batches = batches[:_BATCHES]
-            if context.feed.rows_apart:
+            if context.feed.samples_independent:
                 batches = [_beginning(batch) for batch in batches]
             return replace(record, diagnoses=quantizer.diagnose(context.model, batches).rows)
         except Exception as error:  # noqa: BLE001 - the result is complete without them: no diagnosis may cost it
@@ -71,7 +71,7 @@ def with_diagnosis(
 
 
 def _beginning(batch: Batch) -> Batch:
-    return rows_at(batch, range(min(_ROWS, len(next(iter(batch.values()))))))
+    return rows_at(batch, range(min(_SAMPLES, len(next(iter(batch.values()))))))
 
 
 def measure_sensitivity(context: RunContext, quantizer: Quantizer, proxy: nn.Module, batches: Sequence[Batch]) -> None:
@@ -143,26 +143,26 @@ _CHANGED = 0.01
 _NORMAL_95 = 1.96
 
 
-def budget_warnings(asked: float, rows: int, metric: str, option: str) -> Iterator[str]:
-    """Yield why a budget is finer than what its rows can tell, in a sentence; nothing if they can."""
-    if metric != "accuracy" or asked <= 0 or rows <= 0:
+def budget_warnings(asked: float, samples: int, metric: str, option: str) -> Iterator[str]:
+    """Yield why a budget is finer than its samples can show, in a sentence; nothing if they can."""
+    if metric != "accuracy" or asked <= 0 or samples <= 0:
         return
-    step, noise = 1 / rows, _NORMAL_95 * math.sqrt(_CHANGED / rows)
+    step, noise = 1 / samples, _NORMAL_95 * math.sqrt(_CHANGED / samples)
     if asked < step:
         yield (
-            f"{option}: {asked:g} is finer than one of the {rows} tuning samples that the search sees, which is "
+            f"{option}: {asked:g} is finer than one of the {samples} tuning samples that the search sees, which is "
             f"{step:.4f} of the accuracy: nothing but a drop of 0 meets it; give {math.ceil(1 / asked)} or more, or "
             "allow more"
         )
     elif asked < noise:
         yield (
-            f"{option}: {asked:g} is within the noise of the {rows} tuning samples that the search sees: where 1 "
+            f"{option}: {asked:g} is within the noise of the {samples} tuning samples that the search sees: where 1 "
             f"answer "
             f"in 100 changes, chance alone moves the accuracy by {noise:.4f} (95%)"
         )
 
 
-CHECK_ON_ROWS, CHECK_BY_FUNCTION = "check the engine on rows that the search did not see", "check the engine"
+CHECK_ON_SAMPLES, CHECK_BY_FUNCTION = "check the engine on samples that the search did not see", "check the engine"
 """The stage in which an engine is held to its budget."""
 
 _CHECKS = 3
@@ -172,7 +172,7 @@ _SHARE = 3
 """One of so many tuning samples is held back from the search."""
 
 
-def rows_searched(tuning: int, *, checked: bool) -> int:
+def samples_searched(tuning: int, *, checked: bool) -> int:
     """Return how many of the tuning samples the search sees, where engines are checked on the others."""
     return tuning - tuning // _SHARE if checked else tuning
 
@@ -190,7 +190,7 @@ class EngineBudget:
         self,
         context: RunContext,
         asked: float | None,
-        tuning: list[Row],
+        tuning: list[Example],
         *,
         checked: bool,
         function: FunctionScorer | None = None,
@@ -201,20 +201,22 @@ class EngineBudget:
             asked: the budget; None: there is none.
             tuning: the tuning samples.
             checked: whether an engine of what the search finds runs here; with training, other engines are built.
-            function: scores engines where there are no rows but those that a function knows.
+            function: scores engines where the function alone knows the samples.
         """
         self.asked = asked
         self.checks: list[EngineCheck] = []
         checked = checked and asked is not None
-        self.searched = [row for place, row in enumerate(tuning, start=1) if place % _SHARE] if checked else tuning
-        self._rows = tuning[_SHARE - 1 :: _SHARE] if checked else []
+        self.searched = (
+            [example for place, example in enumerate(tuning, start=1) if place % _SHARE] if checked else tuning
+        )
+        self._examples = tuning[_SHARE - 1 :: _SHARE] if checked else []
         self._function = function if checked else None
         self._context = context
         self._float_score: float | None = None
         self._allowed = self.asked or 0.0
 
     def warn(self, option: str) -> None:
-        """Print a warning where the rows of the search cannot tell a drop as small as the budget."""
+        """Print a warning where the samples of the search cannot show a drop as small as the budget."""
         if self.asked is not None and self.searched:
             metric = self._context.task.metric_name
             for line in budget_warnings(self.asked, len(self.searched), metric, option):
@@ -225,13 +227,13 @@ class EngineBudget:
 
         The search's budget shrinks by what the engine exceeds its own, down to 0; after three engines it ends.
         """
-        if self.asked is None or engine is None or not (self._rows or self._function):
+        if self.asked is None or engine is None or not (self._examples or self._function):
             return None
-        timer, rows = self._context.timer, None if self._function else len(self._rows)
-        with timer(CHECK_BY_FUNCTION if self._function else CHECK_ON_ROWS):
+        timer, samples = self._context.timer, None if self._function else len(self._examples)
+        with timer(CHECK_BY_FUNCTION if self._function else CHECK_ON_SAMPLES):
             drop = self._drop(engine)
-        self.checks.append(EngineCheck(groups=groups, drop=drop, samples=rows))
-        told = "" if rows is None else f" on {rows} rows"
+        self.checks.append(EngineCheck(groups=groups, drop=drop, samples=samples))
+        told = "" if samples is None else f" on {samples} samples"
         said = f"the engine's drop{told} is {drop:.5f}, and {self.asked:g} is allowed"
         if drop <= self.asked:
             timer.tell(said)
@@ -256,5 +258,5 @@ class EngineBudget:
 
     def _score(self, model: Runs) -> float:
         task = self._context.task
-        with bar("rows to check on") as progress:
-            return task.score(task.predict(as_predictor(model), self._rows, progress), self._rows)
+        with bar("samples to check on") as progress:
+            return task.score(task.predict(as_predictor(model), self._examples, progress), self._examples)

@@ -1,7 +1,7 @@
 """The stages of a job, from the model and its data to the report, in their order.
 
 Each stage is a function of the ``Job``, and the names of the lines that it prints, which are told before it starts.
-Several processes go through the first ones together: each has its part of the batches and of the rows that are scored.
+Several processes go through the first ones together: each has its part of the batches and of the scored samples.
 The later ones need the machine to themselves, and the first process carries them out alone.
 """
 
@@ -43,7 +43,7 @@ from quantizer.pipeline.processes import from_first_rank, require_same_work
 from quantizer.pipeline.run_engines import RunEngines, nearest_form
 from quantizer.pipeline.search_max_drop import (
     CHECK_BY_FUNCTION,
-    CHECK_ON_ROWS,
+    CHECK_ON_SAMPLES,
     DIAGNOSE,
     measure_sensitivity,
     search_fallback,
@@ -86,10 +86,15 @@ def load(job: Job) -> None:
     job.config = config = job.work.fit(job.config)
     settings = dump_yaml(config)
     (job.target / "config.yaml").write_text(settings, encoding="utf-8")
-    rows = job.rows
+    examples = job.examples
     # Those of the calibration are compared when they are dealt out.
-    dealt = {"evaluation": rows.evaluation, "tuning": rows.tuning, "training": rows.training, "check": rows.check}
-    require_same_work(settings, job.model, {**dealt, "head": rows.head})
+    dealt = {
+        "evaluation": examples.evaluation,
+        "tuning": examples.tuning,
+        "training": examples.training,
+        "check": examples.check,
+    }
+    require_same_work(settings, job.model, {**dealt, "head": examples.head})
     job.engines = RunEngines(job.context, config, job.target, job.graphs)
     max_drop = None if config.fallback is None else config.fallback.max_drop
     job.budget = job.work.budget(max_drop, checked=config.qat is None and job.engines.runs_here)
@@ -109,7 +114,7 @@ def calibrate(job: Job) -> None:
     job.work.fit_head()
     if not job.config.quantize:
         return
-    job.batches = job.graphs.calibration(in_several(job.context.feed.batches, job.rows.calibration))
+    job.batches = job.graphs.calibration(in_several(job.context.feed.batches, job.examples.calibration))
     with job.timer("calibrate"):
         job.work.calibrate(job.quantizer, job.batches)
         if get_world_size() > 1:
@@ -216,7 +221,7 @@ def _quantize(job: Job) -> None:
         job.forms["ptq"] = job.quantizer.quantize(job.model)
         # Of the float model that training changes.
         job.context.exported.clear()
-        job.training = train(job.context, job.config.qat, job.quantizer, job.rows.training, job.metric)
+        job.training = train(job.context, job.config.qat, job.quantizer, job.examples.training, job.metric)
     with job.timer("quantize"):
         job.forms["proxy" if job.training is None else "qat"] = job.quantizer.quantize(job.model)
 
@@ -245,7 +250,7 @@ def compare(job: Job) -> None:
     job.refused.pop("engine", None)
     with job.timer("compare the outputs"):
         batches = job.graphs.checked_on(job.config, job.samples)
-        job.references = {name: References(some, apart=feed.rows_apart) for name, some in batches.items()}
+        job.references = {name: References(some, apart=feed.samples_independent) for name, some in batches.items()}
         try:
             if job.engines.runs_here:
                 job.checks = _right(job, "engine", job.frozen, job.tolerance(quantized=job.config.quantize))
@@ -266,7 +271,7 @@ def _of_proxy(job: Job, batches: Mapping[str, Sequence[Batch]]) -> Iterator[Outp
     floats, frozen = job.graphs.modules(job.model), job.graphs.modules(job.frozen)
     for name in job.graphs.names:
         some = batches[name][:1] if job.graphs.several else batches[name]
-        for one in output_distances(floats[name], frozen[name], None, some, apart=job.context.feed.rows_apart):
+        for one in output_distances(floats[name], frozen[name], None, some, apart=job.context.feed.samples_independent):
             yield replace(one, output=_named(job, name, one.output))
 
 
@@ -454,7 +459,7 @@ def _builds(of: Outline) -> Iterator[str]:
         yield from ("export", "build the engines")
     yield "compare the outputs"
     if of.searches and of.here and of.config.qat is None:
-        yield CHECK_BY_FUNCTION if of.by_function else CHECK_ON_ROWS
+        yield CHECK_BY_FUNCTION if of.by_function else CHECK_ON_SAMPLES
     if of.config.fallback is not None and of.config.fallback.min_speedup is not None and of.here:
         yield "time the engine against its goal"
 

@@ -142,7 +142,7 @@ def diagnosed(record: RunRecord, config: RunConfig, folder: Path, shared: Loaded
         with nullcontext() if shared.has(config) else timer("load model and data"):
             work = shared.load(config, timer, kept, folder)
         quantizer = Quantizer.load(folder / QUANTIZER)
-        batches = work.graphs.calibration(work.context.feed.batches(work.rows.calibration))
+        batches = work.graphs.calibration(work.context.feed.batches(work.examples.calibration))
         record = with_diagnosis(record, work.context, config, quantizer, batches)
     record = replace(record, stages=(*record.stages, *timer.done))
     write_reports(record, config.report.formats, folder)
@@ -484,8 +484,8 @@ def carry_out_sweep(
     """Carry out the runs of a sweep, and return their comparison, which lies in the folder too.
 
     A run whose folder is complete, of the same configuration, is left as it is, or gets the causes that it lacks; the
-    others are carried out one after the other, those of one model and its rows together, which are loaded, scored and
-    calibrated on once.
+    others are carried out one after the other. The runs of one model and its samples follow one another, and these are
+    loaded, scored and calibrated on once.
     """
     folder = folder.absolute()
     _check(runs, folder)
@@ -540,7 +540,7 @@ def _progress(runs: Sequence[SweepRun], folder: Path) -> str:
 
 
 def _neighbours(runs: Sequence[SweepRun]) -> list[SweepRun]:
-    """Return the runs with those of one model and its rows beside each other."""
+    """Return the runs with those of one model and its samples beside each other."""
     order: dict[str, int] = {}
     for run in runs:
         order.setdefault(needs(run.config), len(order))

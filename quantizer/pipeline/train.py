@@ -1,4 +1,4 @@
-"""The training of a run: shuffled rows, a learning rate schedule, regular scores, and the best state kept.
+"""The training of a run: shuffled samples, a learning rate schedule, regular scores, and the best state kept.
 
 After every score it writes a checkpoint, so that an interrupted training resumes with the same result.
 """
@@ -24,7 +24,7 @@ from quantizer.algorithms.qat.checkpoint import (
     share_checkpoints,
     write_checkpoint,
 )
-from quantizer.algorithms.qat.session import has_gradient, own_rows, sum_gradients
+from quantizer.algorithms.qat.session import has_gradient, own_examples, sum_gradients
 from quantizer.algorithms.sensitivity import fingerprint
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
@@ -32,8 +32,8 @@ from quantizer.pipeline.context import RunContext
 from quantizer.pipeline.scores import Metric
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import TrainingRun, TrainingScore
-from quantizer.tasks import Row, Task, rows_at
-from quantizer.tasks.datasets.rows import content_of
+from quantizer.tasks import Example, Task, rows_at
+from quantizer.tasks.datasets.examples import content_of
 from quantizer.utils.batches import own_tensors
 from quantizer.utils.distributed import all_reduce_sum, all_reduce_tensor, get_world_size
 from quantizer.utils.fingerprint import Fingerprint
@@ -73,7 +73,7 @@ class TrainingResult:
         return TrainingRun(
             metric=task.metric_name,
             higher_is_better=task.higher_is_better,
-            planned=self.steps,
+            planned_steps=self.steps,
             losses=tuple(self.losses),
             scores=tuple(TrainingScore(step=step, score=s, best=step == self.best) for step, s in self.scores),
             float_score=self.float_score,
@@ -92,7 +92,7 @@ class Training:
         self,
         settings: QatConfig,
         task: Task,
-        rows: Sequence[Row],
+        examples: Sequence[Example],
         score: Callable[[nn.Module], float],
         *,
         higher_is_better: bool,
@@ -102,13 +102,13 @@ class Training:
     ) -> None:
         self._settings = settings
         self._task = task
-        self._rows = rows
+        self._examples = examples
         self._score = score
         self._sign = 1 if higher_is_better else -1
         self._identity = identity
         self._tell = tell
         self._last, self._best = folder / LAST, folder / BEST
-        self._a_pass = math.ceil(len(rows) / task.batch_size)
+        self._a_pass = math.ceil(len(examples) / task.batch_size)
         self._share_of_batch = 1.0
         self._steps = max(1, math.ceil(settings.epochs * self._a_pass))
         numbers = range(1, settings.evaluations + 1)
@@ -180,17 +180,17 @@ class Training:
         return divisor if get_world_size() == 1 else all_reduce_tensor(divisor) * self._share_of_batch
 
     def _batch(self, step: int) -> dict[str, Tensor]:
-        """Return this process's rows of a batch."""
+        """Return this process's part of a batch."""
         number, at = divmod(step, self._a_pass)
         # Different seeds share no pass.
         generator = torch.Generator().manual_seed(self._settings.seed * 2**16 + number)
-        order = torch.randperm(len(self._rows), generator=generator).tolist()
+        order = torch.randperm(len(self._examples), generator=generator).tolist()
         size = self._task.batch_size
-        rows = order[at * size : (at + 1) * size]
-        (batch,) = self._task.batches([self._rows[row] for row in rows])
+        picked = order[at * size : (at + 1) * size]
+        (batch,) = self._task.batches([self._examples[place] for place in picked])
         # Of the whole batch, whose padding is that of one process.
         places = range(len(next(iter(batch.values()))))
-        mine, self._share_of_batch = own_rows(places)
+        mine, self._share_of_batch = own_examples(places)
         return batch if mine == places else rows_at(batch, mine)
 
     def _share(self, step: int) -> float:
@@ -246,15 +246,15 @@ class Training:
 
 
 def train(
-    context: RunContext, settings: QatConfig, quantizer: Quantizer, rows: Sequence[Row], score: Metric
+    context: RunContext, settings: QatConfig, quantizer: Quantizer, examples: Sequence[Example], score: Metric
 ) -> TrainingResult:
     """Train a copy, since the float model must stay the reference."""
     known = fingerprint(quantizer.plan, score, Fingerprint.of(context.model))
-    parts = known, settings.model_dump(mode="json"), content_of(rows)
+    parts = known, settings.model_dump(mode="json"), content_of(examples)
     training = Training(
         settings,
         context.task,
-        rows,
+        examples,
         score,
         higher_is_better=score.higher_is_better,
         folder=context.resume.training,

@@ -1,4 +1,4 @@
-"""``Workload``: the model, the rows and the scores of a run, made of a checkpoint or a module."""
+"""``Workload``: the model, the samples and the scores of a run, made of a checkpoint or a module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from quantizer.algorithms.make_plan import sees_the_same
 from quantizer.config import RunConfig
 from quantizer.config.data_section import MODULE
-from quantizer.pipeline.context import RunContext, RunRows, Runs, as_predictor, bar
+from quantizer.pipeline.context import RunContext, RunExamples, Runs, as_predictor, bar
 from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.module_feed import ModuleFeed, fitted, named_batches
 from quantizer.pipeline.progress import StageTimer
@@ -25,8 +25,8 @@ from quantizer.proxy.restored_state import untouched
 from quantizer.quantizer import Quantizer
 from quantizer.report import ModelInfo, Score
 from quantizer.settings import settings_of
-from quantizer.tasks import Batch, Row
-from quantizer.tasks.datasets.rows import content_of
+from quantizer.tasks import Batch, Example
+from quantizer.tasks.datasets.examples import content_of
 from quantizer.utils.batches import batches_of
 
 
@@ -43,7 +43,7 @@ class Scorer(Protocol):
         """Return the scores of the float model, and of other models and engines by name; empty: there are none."""
 
     def for_run(self, context: RunContext, resamples: int, folder: Path) -> Scorer:
-        """Return a scorer for another run on the same model and rows, which knows what the float model gives."""
+        """Return a scorer for another run on the same model and samples, which knows what the float model gives."""
 
 
 def _as_it_is(config: RunConfig) -> RunConfig:
@@ -78,47 +78,47 @@ class Workload:
     Attributes:
         context: the float model and the batches that it takes.
         graphs: the graphs that become engines.
-        rows: the rows, by purpose.
+        examples: the samples, by purpose.
         scorer: scores what comes of it.
         info: the model in words.
         check: raises what would otherwise come after minutes of calibration.
         metric: returns the metric of a search, by the tuning samples that it may see.
-        fit: returns the configuration of a run with what it takes from the rows.
+        fit: returns the configuration of a run with what it takes from the samples.
         shared: what it shares with other runs on it; None: it is used once.
         diagnoses: whether causes of a loss are looked for; a sweep does so when the folder is in its place.
     """
 
     context: RunContext
     graphs: Graphs
-    rows: RunRows
+    examples: RunExamples
     scorer: Scorer
     info: ModelInfo
     check: Callable[[], None]
-    metric: Callable[[Sequence[Row]], Metric]
+    metric: Callable[[Sequence[Example]], Metric]
     fit: Callable[[RunConfig], RunConfig] = _as_it_is
     shared: SharedObjects | None = None
     diagnoses: bool = True
 
     @property
-    def scored_rows(self) -> str | None:
-        """A hash of the rows that a score depends on; None: a function scores, of whose rows nothing is known."""
+    def scored_examples(self) -> str | None:
+        """A hash of the samples that a score depends on; None: a function scores, of whose samples nothing is known."""
         if isinstance(self.scorer, FunctionScorer):
             return None
-        return content_of([*self.rows.head, *self.rows.evaluation])
+        return content_of([*self.examples.head, *self.examples.evaluation])
 
     def budget(self, asked: float | None, *, checked: bool) -> EngineBudget:
         """Return the budget of the engine; see ``EngineBudget``."""
         function = self.scorer if isinstance(self.scorer, FunctionScorer) else None
         return EngineBudget(
-            self.graphs.scored(self.context), asked, self.rows.tuning, checked=checked, function=function
+            self.graphs.scored(self.context), asked, self.examples.tuning, checked=checked, function=function
         )
 
     def fit_head(self) -> None:
         """Fit the head of the task on the float model's outputs, if it has one and no run before has done so."""
-        if not self.rows.head or (self.shared is not None and self.shared.has_head):
+        if not self.examples.head or (self.shared is not None and self.shared.has_head):
             return
         with self.context.timer("fit the head on float embeddings"), bar("head") as progress:
-            self.context.task.fit_head(as_predictor(self.context.model), self.rows.head, progress)
+            self.context.task.fit_head(as_predictor(self.context.model), self.examples.head, progress)
         if self.shared is not None:
             self.shared.has_head = True
 
@@ -182,18 +182,18 @@ def module_workload(
 ) -> Workload:
     """Return the workload of a module in eval mode on the CPU; with the first arguments given it is a ``Load``."""
     context = RunContext(timer=timer, resume=kept, model=model, processor=None, feed=ModuleFeed(batches))
-    rows = RunRows(calibration=list(batches), evaluation=list(batches))
-    return scored_workload(context, rows, source, scorer(context))
+    examples = RunExamples(calibration=list(batches), evaluation=list(batches))
+    return scored_workload(context, examples, source, scorer(context))
 
 
-def scored_workload(context: RunContext, rows: RunRows, source: str, scorer: FunctionScorer) -> Workload:
-    """Return the workload of a module whose context and rows are there."""
+def scored_workload(context: RunContext, examples: RunExamples, source: str, scorer: FunctionScorer) -> Workload:
+    """Return the workload of a module whose context and samples are loaded."""
     feed = context.feed
     assert isinstance(feed, ModuleFeed)
     return Workload(
         context=context,
         graphs=Graphs(context),
-        rows=rows,
+        examples=examples,
         scorer=scorer,
         info=context.info(source, MODULE),
         # A function that is no score raises before the calibration.

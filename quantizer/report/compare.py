@@ -1,8 +1,8 @@
-"""The comparison of runs: what differs in their configurations, and which differences of scores are more than noise.
+"""The comparison of runs: different settings, and score differences with their significance.
 
-Two scores are compared only if they are of the same rows and metric; their interval is that of pairs of resamples.
-``resamples.json`` in the folder of a run has its scores on bootstrap resamples of the evaluation samples. The
-resamples of the same rows are the same in every run, so that two runs are compared in pairs, whatever the metric.
+Scores are compared only for the same samples and metric. ``resamples.json`` in the folder of a run has its scores on
+bootstrap resamples of the evaluation samples. Runs on the same samples draw the same resamples, so any two runs are
+compared in pairs.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ RESAMPLES = "resamples.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Resamples:
-    """The scores of one run.
+    """The scores of one run on bootstrap resamples.
 
     Attributes:
-        rows: a hash of the rows, their labels included.
+        samples_hash: a hash of the samples and their labels.
         metric: the name of the metric.
-        scores: the score of each resample [R] by the form of the model, such as ``float`` and ``engine``.
+        scores: the score of each resample [R], by the form of the model, such as ``float`` and ``engine``.
     """
 
-    rows: str
+    samples_hash: str
     metric: str
     scores: Mapping[str, tuple[float, ...]]
 
 
 def write_resamples(resamples: Resamples, folder: Path) -> None:
-    """Write the file into the folder of a run."""
+    """Write the resampled scores into the folder of a run."""
     with whole_file(folder / RESAMPLES) as part:
         part.write_text(json.dumps(asdict(resamples)) + "\n", encoding="utf-8")
 
 
 def read_resamples(folder: Path) -> Resamples | None:
-    """Return what the file of a run holds; None if it has none, as that of an earlier version."""
+    """Return the resampled scores in the folder of a run; None without a file."""
     path = folder / RESAMPLES
     try:
         found: Resamples = decoded(Resamples, json_values(regular_file(path).read_bytes()), "the file")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise QuantizerError(f"{path} cannot be read ({error}); remove it to compare without intervals") from error
+        raise QuantizerError(f"{path} cannot be read ({error}); delete it to compare without intervals") from error
     return found
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Return the folders of finished runs in a folder, by name; empty if there are none, or it is a run itself."""
+    """Return the folders of finished runs in a folder, by name; empty for the folder of a run."""
     if not is_folder(folder) or is_file(folder / "report.json"):
         return []
-    # A run that is under way, or was killed, has a hidden folder.
+    # Unfinished runs have hidden folders.
     below = (path for path in folder.iterdir() if not path.name.startswith("."))
     return sorted(path for path in below if is_file(path / "report.json"))
 
@@ -80,9 +80,9 @@ class ComparedRun:
         name: its name in the comparison.
         folder: its folder.
         config: its configuration.
-        record: its record; None: it failed.
-        resamples: its scores on resamples; None: it keeps none.
-        error: what it failed of, or a goal that it missed; empty: nothing.
+        record: its record; None: the run failed.
+        resamples: its scores on resamples; None: not stored.
+        error: why the run failed, or the goal that it missed; empty: neither.
     """
 
     name: str
@@ -92,50 +92,50 @@ class ComparedRun:
     resamples: Resamples | None = None
     error: str = ""
     settings: Mapping[str, Any] = field(init=False)
-    """The configuration as values by keys in dots, without the place of the folder."""
+    """The configuration by dotted keys, without the output folder."""
 
     def __post_init__(self) -> None:
         settings = {key: value for key, value in _flat(self.config) if key != "output"}
         object.__setattr__(self, "settings", settings)
 
     def with_error(self, error: str) -> ComparedRun:
-        """Return the run with what is wrong with it."""
+        """Return the run with an error."""
         return replace(self, error=error)
 
     @property
     def score(self) -> Score | None:
-        """The score of the form nearest to the engine; None if there is none."""
+        """The score of the form nearest to the engine; None without a score."""
         return None if self.record is None else self.record.score
 
     @property
     def float_score(self) -> Score | None:
-        """The score of the float model; None if there is none."""
+        """The score of the float model; None without a score."""
         return None if self.record is None else self.record.float_score
 
     @property
     def by_function(self) -> bool:
-        """True if a function gave the score, of which no rows are known; False if there is none."""
+        """True if a function computed the score, so that the samples are unknown."""
         return self.score is not None and self.score.samples is None
 
     @property
     def resampled(self) -> Sequence[float] | None:
-        """The scores of that form on resamples; None: none are kept."""
+        """The resampled scores of the form in ``score``; None: not stored."""
         score = self.score
-        return None if score is None or self.resamples is None else self.resamples.scores.get(score.which)
+        return None if score is None or self.resamples is None else self.resamples.scores.get(score.form)
 
     @property
     def latency(self) -> LatencyEntry | None:
-        """The latency of the engine; None if it was not timed."""
+        """The latency of the engine; None if not measured."""
         return None if self.record is None or self.record.speeds is None else self.record.speeds[0]
 
     @property
     def reference(self) -> str | None:
-        """The float engine to which the speed of the engine is relative; None: not timed, or not recorded."""
+        """The float engine to which the speed-up is relative; None: unknown."""
         return None if self.record is None or self.record.latency is None else self.record.latency.reference
 
     @property
     def sqnr_db(self) -> float | None:
-        """The SQNR of its worst output in dB, infinite if it is equal to float's; None: it was not measured."""
+        """The SQNR of the worst output in dB, infinite if equal to float; None: not measured."""
         worst = None if self.record is None else self.record.worst_output
         if worst is None:
             return None
@@ -143,29 +143,29 @@ class ComparedRun:
 
     @property
     def verdict(self) -> str | None:
-        """The level of the verdict on the run, such as ``usable``; None if it failed."""
+        """The level of the verdict, such as ``usable``; None if the run failed."""
         return None if self.record is None else verdict_of(self.record).level
 
     @property
     def is_noisy(self) -> bool:
-        """True if the times of its engines vary so much that their medians are not to be trusted."""
+        """True if the latencies vary too much to trust their medians."""
         return self.record is not None and bool(noise_sentence(self.record.latency))
 
     @property
     def size(self) -> SizeEntry | None:
-        """The size of the engine; None if it was not measured."""
+        """The size of the engine; None if not measured."""
         return None if self.record is None or self.record.sizes is None else self.record.sizes[0]
 
     @property
     def seconds(self) -> float | None:
-        """The seconds that the stages of the run took; None if it failed."""
+        """The duration of the run in seconds; None if it failed."""
         return (
-            None if self.record is None else sum(stage.seconds for stage in self.record.stages if stage.inside is None)
+            None if self.record is None else sum(stage.seconds for stage in self.record.stages if stage.parent is None)
         )
 
     @property
     def timed_on(self) -> tuple[object, ...] | None:
-        """The machine and the shape, on which a time depends besides the engine; None if nothing was timed."""
+        """The machine, shape and threads of the latency; None if not measured."""
         if self.record is None or self.record.latency is None:
             return None
         latency, machine = self.record.latency, self.record.machine
@@ -173,7 +173,7 @@ class ComparedRun:
 
 
 def failed_run(name: str, folder: Path, config: Mapping[str, Any], error: str) -> ComparedRun:
-    """Return a run that has no record."""
+    """Return a run without a record."""
     return ComparedRun(name=name, folder=folder, config=config, error=error)
 
 
@@ -183,26 +183,26 @@ def read_run(path: Path, name: str) -> ComparedRun:
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and not (path / "report.json").exists():
         raise QuantizerError(
-            f"{path} holds no report.json, and no folder in it does; expected a folder that `quantizer run` wrote"
+            f"{path} contains no report.json, and no folder in it does; expected a folder of `quantizer run`"
         )
     record = read_record(folder / "report.json" if path.is_dir() else path)
     return ComparedRun(name=name, folder=folder, config=record.config, record=record, resamples=read_resamples(folder))
 
 
 def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
-    """Return the runs of folders or files, each by the shortest end of its path that no other one has.
+    """Return the runs of folders or files, each named by the shortest unique end of its path.
 
-    The folder of a sweep, or of several conversions, stands for all finished runs in it.
+    The folder of a sweep, or of several conversions, stands for all its finished runs.
     """
     paths = [run for path in paths for run in run_folders(path) or [path]]
     places = [(path if path.is_dir() else path.parent).resolve() for path in paths]
     if len(places) < 2:
         raise QuantizerError(
-            f"{len(places)} run to compare; expected two or more folders that `quantizer run` wrote, or that of a sweep"
+            f"{len(places)} run to compare; expected two or more folders of `quantizer run`, or the folder of a sweep"
         )
     for place, path in zip(places, paths, strict=True):
         if places.count(place) > 1:
-            raise QuantizerError(f"{path} is named twice; expected each run once")
+            raise QuantizerError(f"{path} is listed twice; expected each run once")
     return [read_run(path, name) for path, name in zip(paths, _names(places), strict=True)]
 
 
@@ -225,14 +225,14 @@ def _flat(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The scores of two runs.
+    """The score difference of two runs.
 
     Attributes:
         first: the name of one run.
-        second: that of the other one.
-        difference: the score of ``second`` less that of ``first``; None: they cannot be compared.
-        interval: its 95% interval; None: there is none.
-        why: why there is no interval or no difference; empty: there is one.
+        second: the name of the other run.
+        difference: the score of ``second`` minus that of ``first``; None: not comparable.
+        interval: its 95% interval; None: unknown.
+        why: why there is no interval or no difference; empty otherwise.
     """
 
     first: str
@@ -243,30 +243,30 @@ class Pair:
 
     @property
     def within_noise(self) -> bool:
-        """True if the interval holds 0, so that the rows show no certain difference."""
+        """True if the interval includes 0, so that the difference is not significant."""
         return self.interval is not None and self.interval[0] <= 0 <= self.interval[1]
 
     @property
     def verdict(self) -> str:
-        """The pair in words."""
+        """The result of the comparison in words."""
         if self.interval is None:
             return self.why
-        return "within noise" if self.within_noise else "a real difference"
+        return "within noise" if self.within_noise else "significant"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Runs side by side.
+    """The comparison of runs.
 
     Attributes:
-        runs: the runs, in the order in which they were given.
-        differing: the value of each key by run name, for the keys that are not the same in all runs.
-        best: the run with the best score, of those that can be compared with the first; None: there is no score.
-        to_best: each other run against ``best``, by its name.
-        pairs: all pairs of runs that have a record.
-        front: the names of the runs that no other one beats in both speed and score.
-        timed: the names of the runs whose speed and score can be compared with those of the first one.
-        notes: what is not comparable, in words.
+        runs: the runs, in the given order.
+        differing: the values of each setting by run name, for settings that differ.
+        best: the run with the best score, among those comparable with the first run; None without a score.
+        to_best: each other run against ``best``, by name.
+        pairs: all pairs of runs with a record.
+        pareto_optimal: the names of the runs for which no other run is both faster and better.
+        timed: the names of the runs whose latency and score are comparable with those of the first one.
+        notes: sentences on what is not comparable.
     """
 
     runs: tuple[ComparedRun, ...]
@@ -274,13 +274,13 @@ class Comparison:
     best: ComparedRun | None
     to_best: Mapping[str, Pair]
     pairs: tuple[Pair, ...]
-    front: frozenset[str]
+    pareto_optimal: frozenset[str]
     timed: frozenset[str]
     notes: tuple[str, ...]
 
     @property
     def by_output(self) -> bool:
-        """True if a run has no score, so that the outputs have to tell its accuracy."""
+        """True if a run has no score, so that runs are compared by their outputs."""
         return any(run.score is None and run.sqnr_db is not None for run in self.runs)
 
     @property
@@ -290,7 +290,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[ComparedRun]) -> Comparison:
-    """Return the comparison of runs, some of which may have failed."""
+    """Return the comparison of runs, including failed ones."""
     scored = [run for run in runs if run.score is not None]
     alike = [run for run in scored if not _not_comparable(scored[0], run)]
     best = _best(alike)
@@ -303,14 +303,14 @@ def compare(runs: Sequence[ComparedRun]) -> Comparison:
         best=best,
         to_best={} if best is None else {run.name: pair(best, run) for run in others},
         pairs=tuple(pair(first, second) for first, second in combinations(scored, 2)),
-        front=frozenset(run.name for run in timed if not any(_beats(other, run) for other in timed)),
+        pareto_optimal=frozenset(run.name for run in timed if not any(_beats(other, run) for other in timed)),
         timed=frozenset(run.name for run in timed),
         notes=tuple(_notes(runs, scored, timed)),
     )
 
 
 def pair(first: ComparedRun, second: ComparedRun) -> Pair:
-    """Return the difference of two runs that have scores."""
+    """Return the difference of two runs with scores."""
     why = _not_comparable(first, second)
     if why:
         return Pair(first=first.name, second=second.name, why=why)
@@ -322,14 +322,14 @@ def pair(first: ComparedRun, second: ComparedRun) -> Pair:
         without = " and ".join(run.name for run in (first, second) if not run.resampled)
         lacking = "scored by a function" if first.by_function else f"no resamples.json in {without}"
         return Pair(first=first.name, second=second.name, difference=difference, why=f"no interval: {lacking}")
-    # Of fewer resamples in one run, the first are those of the other one.
+    # Runs draw the same resamples in the same order.
     length = min(len(one), len(other))
     interval = paired_interval(np.array(one[:length]), np.array(other[:length]))
     return Pair(first=first.name, second=second.name, difference=difference, interval=interval)
 
 
 def _not_comparable(first: ComparedRun, second: ComparedRun) -> str:
-    """Return why the scores of two runs are not of the same thing; empty if they are."""
+    """Return why the scores of two runs are not comparable; empty if they are."""
     assert first.score is not None
     assert second.score is not None
     if first is second:
@@ -337,7 +337,7 @@ def _not_comparable(first: ComparedRun, second: ComparedRun) -> str:
     if first.score.metric != second.score.metric:
         return f"not compared: {first.score.metric} and {second.score.metric}"
     if first.resamples is not None and second.resamples is not None:
-        same = first.resamples.rows == second.resamples.rows
+        same = first.resamples.samples_hash == second.resamples.samples_hash
     elif _function(first) is not None and _function(first) == _function(second):
         same = True
     elif first.by_function or second.by_function:
@@ -348,23 +348,23 @@ def _not_comparable(first: ComparedRun, second: ComparedRun) -> str:
 
 
 def _other_function(first: ComparedRun, second: ComparedRun) -> str:
-    """Return why functions given in Python may score on different rows, of which nothing is recorded.
+    """Return why scores by functions in Python are not comparable, since their samples are unknown; empty if they are.
 
-    One that gives the float model of both runs one score is taken for the same function of the same rows.
+    If the float models of both runs have the same score, the function and its samples are assumed to be the same.
     """
     one, other = first.float_score, second.float_score
     if first.by_function != second.by_function or one is None or other is None:
-        return "not compared: on which rows they were scored is not recorded"
+        return "not compared: their evaluation samples are not recorded"
     if _model(first) != _model(second):
-        return "not compared: a function scored different models, on rows that are not recorded"
+        return "not compared: a function scored different models, on unknown samples"
     if one.value == other.value:
         return ""
     values = f"{text.score(one.value)} and {text.score(other.value)}"
-    return f"not compared: the float models score {values}, on other samples or with other weights"
+    return f"not compared: the float models score {values}, because samples or weights differ"
 
 
 def _function(run: ComparedRun) -> object:
-    """Return the name of the function of a configuration that scored a run; None: a task did, or one in Python."""
+    """Return the name of the scoring function in a configuration; None without one."""
     return run.config.get("model", {}).get("metric")
 
 
@@ -386,7 +386,7 @@ def _best(runs: Sequence[ComparedRun]) -> ComparedRun | None:
 
 
 def _beats(other: ComparedRun, run: ComparedRun) -> bool:
-    """Return whether ``other`` is at least as fast and as good as ``run``, and better in one of both."""
+    """Return whether ``other`` is better than ``run`` in latency or score, and not worse in the other."""
     assert other.score is not None
     assert run.score is not None
     assert other.latency is not None
@@ -409,32 +409,33 @@ def _notes(runs: Sequence[ComparedRun], scored: Sequence[ComparedRun], timed: Se
     models = dict.fromkeys((run.record.model.source, run.record.model.task) for run in ran if run.record is not None)
     if len(models) > 1:
         named = ", ".join(f"{source} ({task})" for source, task in models)
-        notes.append(f"the runs are of {len(models)} models, so that more than the settings differs: {named}")
+        notes.append(f"the runs have {len(models)} different models: {named}")
     notes += _score_notes(scored)
     references: dict[str, list[str]] = {}
     for run in ran:
         if run.reference is not None:
             references.setdefault(run.reference, []).append(run.name)
     if len(references) > 1:
-        named = "; ".join(f"{told} ({', '.join(names)})" for told, names in references.items())
+        named = "; ".join(f"{reference} ({', '.join(names)})" for reference, names in references.items())
         notes.append(
-            f"speeds are not comparable, for they are relative to different float engines: {named}; compare ms"
+            f"speed-ups are not comparable, because they are relative to different float engines: {named}; compare "
+            f"latencies"
         )
     elsewhere = [run.name for run in ran if timed and run.timed_on not in (None, timed[0].timed_on)]
     if elsewhere:
         notes.append(
-            f"times not compared with that of {timed[0].name}, and not in the picture: {', '.join(elsewhere)}; timed "
+            f"latencies not compared with {timed[0].name}, and not in the chart: {', '.join(elsewhere)}; measured "
             "on another machine or at another shape"
         )
     if noisy := [run.name for run in ran if run.is_noisy]:
-        notes.append(f"noisy timing: {', '.join(noisy)}; measure again on a machine that does nothing else")
+        notes.append(f"noisy timing: {', '.join(noisy)}; benchmark again on an idle machine")
     if failed := [run for run in runs if run.record is None]:
         notes.append(f"{text.counted(len(failed), 'run')} failed: {', '.join(run.name for run in failed)}")
     return notes
 
 
 def _score_notes(scored: Sequence[ComparedRun]) -> list[str]:
-    """Return which scores are not compared with that of the first run, on what evidence others are, and what lacks."""
+    """Return notes on incomparable scores, assumptions, and missing intervals."""
     notes = []
     reasons = {run.name: _not_comparable(scored[0], run) for run in scored}
     others: dict[str, list[str]] = {}
@@ -442,17 +443,18 @@ def _score_notes(scored: Sequence[ComparedRun]) -> list[str]:
         if why:
             others.setdefault(why.removeprefix("not compared: "), []).append(name)
     for why, names in others.items():
-        notes.append(f"not compared with {scored[0].name}, and not in the picture: {', '.join(names)}; {why}")
+        notes.append(f"not compared with {scored[0].name}, and not in the chart: {', '.join(names)}; {why}")
     alike = [run for run in scored if run.by_function and _function(run) is None and not reasons[run.name]]
     if len(alike) > 1:
         float_score = alike[0].float_score
         assert float_score is not None
         notes.append(
-            f"{text.counted(len(alike), 'run')} taken as scored on the same rows, which a function does not record: "
+            f"{text.counted(len(alike), 'run')} assumed to have the same evaluation samples, which a function does "
+            f"not record: "
             f"the float model of each scores {text.score(float_score.value)}"
         )
     if by_function := [run.name for run in scored if not run.resampled and run.by_function]:
-        notes.append(f"without intervals: {', '.join(by_function)}; a function gives one score, and none of each row")
+        notes.append(f"without intervals: {', '.join(by_function)}; a function returns one score, not one per sample")
     if blind := [run.name for run in scored if not run.resampled and not run.by_function]:
-        notes.append(f"without intervals: {', '.join(blind)} holds no resamples.json, which runs write beside a report")
+        notes.append(f"without intervals: {', '.join(blind)} without resamples.json in the folder of the run")
     return notes

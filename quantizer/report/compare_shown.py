@@ -1,4 +1,4 @@
-"""A comparison as tables of a page and a notebook, as CSV, as a picture and in the terminal; and its page."""
+"""A comparison of runs as tables, CSV, chart, terminal output and page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -31,26 +30,26 @@ from quantizer.report.verdict import NOT, THRESHOLDS, USABLE
 
 
 def compare_runs(runs: Sequence[str | os.PathLike[str]]) -> Runs:
-    """Compare finished runs, as ``quantizer compare`` does: scores or outputs, speed, size, and what differs.
+    """Compare finished runs, like ``quantizer compare``: scores or outputs, latency, size, and different settings.
 
     Args:
-        runs: folders that ``QuantizedModel.save`` or ``quantizer run`` wrote, or ``report.json`` of them; the folder of
-            a sweep is all its finished runs.
+        runs: folders of ``QuantizedModel.save`` or ``quantizer run``, or their ``report.json``; the folder of a sweep
+            stands for all its finished runs.
 
     Raises:
-        QuantizerError: fewer than two, one twice, or one cannot be read.
+        QuantizerError: there are fewer than two runs, one is listed twice, or one cannot be read.
     """
     return Runs(compare(read_runs([Path(run) for run in runs])))
 
 
 class Runs:
-    """Finished runs side by side.
+    """A comparison of finished runs.
 
     Attributes:
-        runs: the runs, the best score first, each with its ``name`` and its ``record``; where there is no score, the
-            one whose outputs are nearest to float.
-        pairs: all pairs of scored runs, each with ``difference``, its 95% ``interval`` and ``verdict`` in words.
-        notes: what cannot be compared, in words.
+        runs: the runs, the best score first, each with its ``name`` and ``record``; without scores, the outputs nearest
+            to float first.
+        pairs: all pairs of scored runs, each with ``difference``, its 95% ``interval`` and ``verdict``.
+        notes: sentences on what is not comparable.
     """
 
     def __init__(self, comparison: Comparison) -> None:
@@ -60,7 +59,7 @@ class Runs:
         self._comparison = comparison
 
     def plot(self) -> Picture:
-        """Return the scores against the speed, with the runs that no other one beats in both joined by a line."""
+        """Return the chart of scores against latency, with the Pareto-optimal runs joined by a line."""
         return Picture(comparison_svg(self._comparison))
 
     def report(self, path: str | os.PathLike[str]) -> Path:
@@ -74,25 +73,27 @@ class Runs:
 
     def _repr_html_(self) -> str:
         lines = [comparison_sentence(self._comparison), *self.notes]
-        told = "".join(f"<p>{html.escape(line[:1].upper() + line[1:])}</p>" for line in lines)
-        return told + runs_table(self._comparison, {}).html(style=True)
+        paragraphs = "".join(f"<p>{html.escape(line[:1].upper() + line[1:])}</p>" for line in lines)
+        return paragraphs + runs_table(self._comparison, {}).html(style=True)
 
 
 def comparison_sentence(comparison: Comparison) -> str:
-    """Return which run is the best and which the fastest or, without a score, whose outputs are nearest to float."""
+    """Return the best and the fastest run or, without scores, the run with outputs nearest to float."""
     return _nearest(comparison) if comparison.best is None else _best(comparison, comparison.best)
 
 
 def comparison_svg(comparison: Comparison) -> str:
-    """Return the scores of the runs against their speed as an ``<svg>`` element; numbers are those of the table."""
+    """Return the chart of scores against latency as an ``<svg>`` element, with the numbers of the table."""
     points: list[RunPoint] = []
     floats: dict[str, float] = {}
     for number, run in enumerate(in_order(comparison), start=1):
         if run.name not in comparison.timed or run.score is None or run.latency is None or run.record is None:
             continue
-        front = run.name in comparison.front
+        front = run.name in comparison.pareto_optimal
         ms = run.latency.median_ms
-        points.append(RunPoint(number=number, name=run.name, milliseconds=ms, score=run.score.value, front=front))
+        points.append(
+            RunPoint(number=number, name=run.name, milliseconds=ms, score=run.score.value, pareto_optimal=front)
+        )
         if run.float_score is not None:
             floats[run.record.model.source] = run.float_score.value
     best = None if comparison.best is None else comparison.best.score
@@ -102,13 +103,13 @@ def comparison_svg(comparison: Comparison) -> str:
 
 
 def _nearest(comparison: Comparison) -> str:
-    """Return, where no run has a score, whose outputs are nearest to those of its float model."""
+    """Return the run whose outputs are nearest to its float model, as a sentence."""
     measured = [run for run in in_order(comparison) if run.sqnr_db is not None]
     if not measured or measured[0].sqnr_db is None:
         return "No run has a score."
-    far = decibels_or_equal(measured[0].sqnr_db)
-    told = "equal to" if far == "equal" else f"{far} dB from"
-    return f"No run has a score. The outputs of {measured[0].name} are the nearest: {told} those of its float model."
+    sqnr = decibels_or_equal(measured[0].sqnr_db)
+    sqnr = "no difference" if sqnr == "equal" else f"SQNR {sqnr} dB"
+    return f"No run has a score. The outputs of {measured[0].name} are nearest to the float model: {sqnr}."
 
 
 def _best(comparison: Comparison, best: ComparedRun) -> str:
@@ -117,19 +118,20 @@ def _best(comparison: Comparison, best: ComparedRun) -> str:
     noise = sum(one.within_noise for one in comparison.to_best.values())
     words = f"The best score is {text.score(best.score.value)}, of {best.name}."
     if others and noise:
-        words += f" Within noise of it: {noise} of the {text.counted(others, 'other run')}."
+        verb = "is" if noise == 1 else "are"
+        words += f" {noise} of the {text.counted(others, 'other run')} {verb} within noise of it."
     timed = [run for run in comparison.runs if run.name in comparison.timed and run.latency is not None]
     if timed:
         fastest = min(timed, key=lambda run: run.latency.median_ms if run.latency is not None else 0.0)
         assert fastest.latency is not None
-        words += f" The fastest is {fastest.name}, {text.milliseconds(fastest.latency.median_ms)} a batch"
-        words += ", by a noisy timing." if fastest.is_noisy else "."
+        words += f" The fastest is {fastest.name}, {text.milliseconds(fastest.latency.median_ms)} per batch"
+        words += " (noisy timing)." if fastest.is_noisy else "."
     return words
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A run in the tables, with its number there and its difference to the best one."""
+    """A run in the tables, with its number and its difference to the best run."""
 
     number: int
     run: ComparedRun
@@ -141,7 +143,7 @@ def _rows(comparison: Comparison, runs: Sequence[ComparedRun]) -> list[_Row]:
 
 
 def _at(path: str) -> Callable[[_Row], Any]:
-    """Return a function that follows a path such as ``run.score.interval.0``; None where something on it is None."""
+    """Return a function that follows a path such as ``run.score.interval.0``; None if a part is None."""
 
     def take(row: _Row) -> Any:
         value: Any = row
@@ -154,7 +156,7 @@ def _at(path: str) -> Callable[[_Row], Any]:
 
 
 def runs_table(comparison: Comparison, links: Mapping[str, str]) -> Table:
-    """Return a row for each run, the best score first."""
+    """Return one row per run, the best score first."""
     best = comparison.best
 
     def to_best(row: _Row) -> float | None:
@@ -165,51 +167,51 @@ def runs_table(comparison: Comparison, links: Mapping[str, str]) -> Table:
 
     scores = [
         numbers(_metric(comparison), _at("run.score.value"), text.score),
-        numbers("to float", _at("run.score.difference"), text.signed),
+        numbers("Difference to float", _at("run.score.difference"), text.signed),
         numbers("95% interval", _at("run.score.interval"), text.interval),
-        numbers("to the best", to_best, text.signed),
+        numbers("Difference to best", to_best, text.signed),
     ]
     columns = [
-        numbers("No.", "number"),
+        numbers("Number", "number"),
         Column("Run", _at("run.name"), mono=True, link=links.get, tone=_wrapped),
-        Column("verdict", _at("run.verdict"), tone=_tone),
-        Column("remarks", remarks, tone=_wrapped),
+        Column("Verdict", _at("run.verdict"), tone=_tone),
+        Column("Remarks", remarks, tone=_wrapped),
         *(scores if best is not None else []),
         *([numbers("SQNR, dB", _at("run.sqnr_db"), decibels_or_equal)] if comparison.by_output else []),
-        numbers("ms", _at("run.latency.median_ms"), lambda value: text.significant(value, 3)),
-        numbers("speed", _at("run.latency.ratio_to_float"), text.times),
-        Column("over", _at("run.reference")),
-        numbers("size", _at("run.size.bytes"), text.file_size),
-        numbers("run took", _at("run.seconds"), text.seconds),
+        numbers("Latency, ms", _at("run.latency.median_ms"), lambda value: text.significant(value, 3)),
+        numbers("Speed-up", _at("run.latency.ratio_to_float"), text.times),
+        Column("Relative to", _at("run.reference")),
+        numbers("Size", _at("run.size.bytes"), text.file_size),
+        numbers("Duration", _at("run.seconds"), text.seconds),
     ]
     return Table("Runs", columns, _rows(comparison, in_order(comparison)))
 
 
 def settings_table(comparison: Comparison) -> Table:
-    """Return what differs in the configurations, a row for each run."""
+    """Return the settings that differ, one row per run."""
 
     def value(values: Mapping[str, Any]) -> Callable[[ComparedRun], Any]:
         return lambda run: setting(values[run.name])
 
     differing = comparison.differing.items()
     columns = [names("Run", "name"), *(Column(key, value(values), numeric=False) for key, values in differing)]
-    return Table("What differs", columns, in_order(comparison) if differing else [])
+    return Table("Different settings", columns, in_order(comparison) if differing else [])
 
 
 def pairs_table(comparison: Comparison) -> Table:
     """Return all pairs of runs."""
     columns = [
         names("Run", "second"),
-        names("against", "first"),
+        names("Compared with", "first"),
         numbers("Difference", "difference", text.signed),
         numbers("95% interval", "interval", text.interval),
-        Column("", "verdict"),
+        Column("Significance", "verdict"),
     ]
     return Table("Pairs", columns, comparison.pairs)
 
 
 def csv_text(comparison: Comparison) -> str:
-    """Return a line for each run, with all its figures and the settings that differ."""
+    """Return one line per run, with all figures and the settings that differ."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     keys = list(comparison.differing)
@@ -222,7 +224,7 @@ def csv_text(comparison: Comparison) -> str:
 
 
 def in_order(comparison: Comparison) -> list[ComparedRun]:
-    """Return the runs with the best score first, then those without one, the nearest to float first."""
+    """Return the runs with the best score first, then those without a score, the outputs nearest to float first."""
 
     def place(run: ComparedRun) -> tuple[bool, float]:
         if run.score is None:
@@ -240,19 +242,19 @@ def _remarks(run: ComparedRun, pair: Pair | None, comparison: Comparison) -> Ite
     if run.error:
         yield run.error
     if run is comparison.best:
-        yield "the best score"
+        yield "best score"
     elif pair is not None and pair.within_noise:
-        yield "within noise of the best"
+        yield "within noise of the best score"
     elif pair is not None and pair.difference is None:
         yield pair.why
     if run.is_noisy:
         yield "noisy timing"
-    if run.name in comparison.front:
-        yield "on the frontier"
+    if run.name in comparison.pareto_optimal:
+        yield "Pareto-optimal"
 
 
 def decibels_or_equal(value: float) -> str:
-    """Return the SQNR of a run: ``40.6``, or ``equal`` where its outputs are those of the float model."""
+    """Return an SQNR in dB: ``40.6``, or ``equal`` without a difference to the float model."""
     return "equal" if value == math.inf else text.decibels(value)
 
 
@@ -292,23 +294,23 @@ _CSV: dict[str, str | Callable[[_Row], Any]] = {
     "bytes": "run.size.bytes",
     "seconds": "run.seconds",
 }
-"""The columns of the CSV file, in their order, before those of the settings."""
+"""The columns of the CSV file before those of the settings."""
 
 
 _MOST_KEYS = 4
-"""So many settings are written beside each run; where more differ, the page has them."""
+"""The most settings beside each run; further ones are on the page."""
 
 _NUMBER, _LEAST_NAME = 5, 32
-"""Columns before a name, and those that a name gets where an error or many settings leave none."""
+"""Columns before a name, and the fewest columns of a name."""
 
 
 def print_comparison(comparison: Comparison, page: Path | None, console: Console) -> None:
-    """Print the table of the runs, the runs by their numbers, what cannot be compared, and the path of the page."""
+    """Print the table of runs, the runs by their numbers, notes, and the path of the page."""
     console.print(_table(comparison))
     for line in _lines(comparison, console.width):
         console.print(Text(line), soft_wrap=True)
     if any(pair.within_noise for pair in comparison.to_best.values()):
-        console.print("  ~  within noise of the best: the 95% interval of the pair holds 0", highlight=False)
+        console.print("  ~  within noise of the best score: the 95% interval includes 0", highlight=False)
     for note in comparison.notes:
         console.print(Text(note), soft_wrap=True)
     if page is not None:
@@ -323,28 +325,27 @@ def _table(comparison: Comparison) -> RichTable:
 
     scores = [
         numbers(_metric(comparison), _at("run.score.value"), text.score),
-        numbers("to float", _at("run.score.difference"), text.signed),
+        numbers("against\nfloat", _at("run.score.difference"), text.signed),
         numbers("95% interval", _at("run.score.interval"), text.interval),
-        numbers("to best", to_best),
+        numbers("against\nbest", to_best),
     ]
     columns = [
         numbers("", "number", str),
         *(scores if any(run.score is not None for run in comparison.runs) else []),
-        *([numbers("dB", _at("run.sqnr_db"), decibels_or_equal)] if comparison.by_output else []),
-        numbers("ms", _at("run.latency.median_ms"), lambda value: text.significant(value, 3)),
-        numbers("speed", _at("run.latency.ratio_to_float"), text.times),
+        *([numbers("SQNR\ndB", _at("run.sqnr_db"), decibels_or_equal)] if comparison.by_output else []),
+        numbers("latency\nms", _at("run.latency.median_ms"), lambda value: text.significant(value, 3)),
+        numbers("speed-up", _at("run.latency.ratio_to_float"), text.times),
         numbers("size", _at("run.size.bytes"), text.file_size),
     ]
     rows = _rows(comparison, in_order(comparison))
-    table = Table("Runs", columns, rows).terminal(titled=False)
-    table.box, table.pad_edge = SIMPLE_HEAD, False
+    table = Table("Runs", columns, rows).terminal(titled=False, compact=True)
     for shown, row in zip(table.rows, rows, strict=True):
-        shown.style = "bold" if row.run.name in comparison.front else None
+        shown.style = "bold" if row.run.name in comparison.pareto_optimal else None
     return table
 
 
 def _lines(comparison: Comparison, width: int) -> list[str]:
-    """Return a line for each run; a name is shortened where its line would be wider, as the page has it whole."""
+    """Return one line per run; names are shortened to fit, since the page has them in full."""
     words = {run.name: _words(run, comparison) for run in in_order(comparison)}
     wide = [name for name, said in words.items() if _NUMBER + len(name) + len(said) > width]
     room = width - _NUMBER - max((len(words[name]) for name in wide), default=0)
@@ -353,29 +354,29 @@ def _lines(comparison: Comparison, width: int) -> list[str]:
 
 
 def _words(run: ComparedRun, comparison: Comparison) -> str:
-    """Return the settings that a run's name does not say, its verdict, its time, and what is wrong with it."""
+    """Return the settings that a run's name omits, its verdict, its duration, and its error."""
     words = ""
     for key, values in comparison.differing.items() if len(comparison.differing) <= _MOST_KEYS else ():
         shown = f"{key.rpartition('.')[2]}={setting(values[run.name])}"
         # YAML writes true where Python writes True.
         words += "" if shown.lower() in run.name.lower() else f" {shown}"
-    told = [] if run.verdict is None else [run.verdict]
-    told += ["noisy timing"] if run.is_noisy else []
-    told += [] if run.seconds is None else [text.seconds(run.seconds)]
-    told += ["on the frontier"] if run.name in comparison.front else []
-    told += [run.error] if run.error else []
-    return f"{words}: {', '.join(told)}" if told else words
+    remarks = [] if run.verdict is None else [run.verdict]
+    remarks += ["noisy timing"] if run.is_noisy else []
+    remarks += [] if run.seconds is None else [text.seconds(run.seconds)]
+    remarks += ["Pareto-optimal"] if run.name in comparison.pareto_optimal else []
+    remarks += [run.error] if run.error else []
+    return f"{words}: {', '.join(remarks)}" if remarks else words
 
 
 _BOUNDS = ",/"
-"""What separates the parts of a name: values in that of a sweep's run, folders in a path."""
+"""Separators in names: between values of a sweep, and between folders of a path."""
 
 
 def short_names(names: Sequence[str], length: int) -> dict[str, str]:
-    """Return names of at most ``length`` characters by the whole ones, which are all different.
+    """Return distinct names of at most ``length`` characters by the full names.
 
-    A long name loses its middle; names that would be alike then keep the parts in which they differ. Where these are
-    alike in both ends too, the names stay whole.
+    A long name loses its middle. Names that become equal keep the parts that differ instead; if these also become
+    equal, names stay whole.
     """
     short = {name: text.shorten(name, length) for name in names}
     for alike in _alike(short):
@@ -386,7 +387,7 @@ def short_names(names: Sequence[str], length: int) -> dict[str, str]:
 
 
 def _alike(short: dict[str, str]) -> list[list[str]]:
-    """Return the names that are shortened to the same, in groups."""
+    """Return groups of names with the same short form."""
     groups: dict[str, list[str]] = {}
     for name, shown in short.items():
         groups.setdefault(shown, []).append(name)
@@ -394,7 +395,7 @@ def _alike(short: dict[str, str]) -> list[list[str]]:
 
 
 def _differing(names: Sequence[str]) -> dict[str, str]:
-    """Return each name without the parts at its ends that all have in common."""
+    """Return each name without the parts at its ends that all names share."""
     start = _common(names)
     end = _common([name[start:][::-1] for name in names])
     left, right = "…" if start else "", "…" if end else ""
@@ -402,7 +403,7 @@ def _differing(names: Sequence[str]) -> dict[str, str]:
 
 
 def _common(names: Sequence[str]) -> int:
-    """Return how many letters all names begin with, up to the end of a part."""
+    """Return the number of letters that all names begin with, up to the end of a part."""
     alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     begin = "".join(letters[0] for letters in alike)
     return max(begin.rfind(bound) for bound in _BOUNDS) + 1
@@ -427,8 +428,8 @@ def _view(comparison: Comparison, title: str, folder: Path) -> dict[str, Any]:
         "runs": text.counted(len(comparison.runs), "run"),
         "verdict": text.typeset(comparison_sentence(comparison)),
         "notes": [text.typeset(note[:1].upper() + note[1:]) for note in comparison.notes],
-        "thresholds": f"How runs were judged: {THRESHOLDS[:1].lower()}{THRESHOLDS[1:]}",
-        "table": runs_table(comparison, _links(comparison, folder)).html(),
+        "thresholds": THRESHOLDS,
+        "table": runs_table(comparison, _links(comparison, folder)).html(breaks=True),
         "picture": comparison_svg(comparison),
         "settings": settings_table(comparison).html() if comparison.differing else "",
         "pairs": pairs_table(comparison).html() if comparison.pairs else "",
@@ -436,11 +437,11 @@ def _view(comparison: Comparison, title: str, folder: Path) -> dict[str, Any]:
 
 
 def _links(comparison: Comparison, folder: Path) -> dict[str, str]:
-    """Return the addresses of the reports by the names of their runs; relative, so that all can move together."""
+    """Return the addresses of the reports by run name; relative, so that all folders can move together."""
     links = {}
     for run in comparison.runs:
         report = run.folder.absolute() / "report.html"
-        # Further away than beside the page, whatever moves moves alone.
+        # Reports elsewhere do not move together with the page.
         near = report.is_relative_to(folder.parent)
         if run.record is not None and report.is_file():
             links[run.name] = quote(Path(os.path.relpath(report, folder)).as_posix()) if near else report.as_uri()

@@ -1,6 +1,6 @@
 """The documentation of ``report.json``, generated from the records.
 
-``python -m quantizer.report.document_format > docs/report-format.md`` writes the page; a test compares the two.
+``python -m quantizer.report.document_format > docs/report-format.md`` writes the page; a test compares both.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ _INTRODUCTION = f"""# The format of `report.json`
 this page. -->
 
 One run, one object of type [RunRecord](#runrecord). This page describes version {VERSION}. A reader
-refuses every other version, an unknown field, a missing field that has no default, and a value of the wrong type, and
-says where.
+rejects other versions, unknown fields, missing fields without a default, and values of the wrong type, and names the
+field. Version 10 and older reports cannot be converted: read them with the quantizer that wrote them, or run the
+configuration again.
 
-- Every ratio is float divided by this: above 1 is faster, smaller or less memory.
-- Numbers that JSON cannot hold are the strings `"inf"`, `"-inf"` and `"nan"`.
+- Ratios are float divided by quantized: above 1 is faster, smaller or less memory.
+- Numbers that JSON cannot represent are the strings `"inf"`, `"-inf"` and `"nan"`.
 - `null` means "does not apply" or "was not measured", never zero.
 - In `latency`, `size` and `memory`, the entry named `float` (else the first) is the reference, and the entry named
-  `engine` (else the last) is the one that headlines are about.
+  `engine` (else the last) is the headline.
 
-In pandas, which is installed apart, a report is one row, `pandas.json_normalize(json.load(open("report.json")))`, and
-its scores are a table with `record_path="scores"`. Beside it lies `resamples.json`, the scores on bootstrap resamples
-of the evaluation samples, by which [runs are compared](how-to/sweeps.md).
+In pandas, which is not a dependency, `pandas.json_normalize(json.load(open("report.json")))` returns a report as one
+row; with `record_path="scores"` it returns the scores as a table. `resamples.json` in the same folder has the scores on
+bootstrap resamples of the evaluation samples, with which [runs are compared](how-to/compare.md).
 
-Read it with `quantizer.report.read_record(path)`, which gives the same objects as frozen dataclasses.
+`quantizer.report.read_record(path)` reads a report, and returns the same objects as frozen dataclasses.
 """
 
 
 def field_documentation(cls: type) -> dict[str, str]:
-    """Return the text under each field of the dataclass ``cls``, by the field's name; empty if there is none."""
+    """Return the text under each field of a dataclass by field name; "" without a text."""
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
     documentation = {}
@@ -53,7 +54,7 @@ def field_documentation(cls: type) -> dict[str, str]:
 
 
 def format_page() -> str:
-    """Return the page as Markdown: one table for each record, :class:`RunRecord` first."""
+    """Return the page as Markdown: one table per record, :class:`RunRecord` first."""
     classes = [getattr(record, name) for name in record.__all__ if isinstance(getattr(record, name), type)]
     ordered = [RunRecord, *(cls for cls in classes if cls is not RunRecord)]
     return _INTRODUCTION + "".join(_section(cls) for cls in ordered)
@@ -67,7 +68,7 @@ def _section(cls: Any) -> str:
         "\n| field | type | meaning |\n|---|---|---|\n",
     ]
     for item in dataclasses.fields(cls):
-        # A row of a Markdown table is one line.
+        # Rows of Markdown tables are single lines.
         text = " ".join(_markdown(documentation[item.name]).replace("|", "\\|").split())
         if item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING:
             text += f" Default: `{_default(item)}`."
@@ -86,7 +87,7 @@ def _default(item: dataclasses.Field[Any]) -> str:
 
 
 def _json_type(annotation: str) -> str:
-    """Return a Python annotation in terms of JSON: ``float | None`` is ``number or null``."""
+    """Return a Python annotation as a JSON type: ``float | None`` is ``number or null``."""
     optional = annotation.removesuffix(" | None")
     if optional != annotation:
         return f"{_json_type(optional)} or null"

@@ -24,17 +24,17 @@ PACKAGES = (
     "onnx-ir",
     "onnxscript",
 )
-"""Distributions whose version can change the figures of a run, besides those of the backends."""
+"""Distributions whose version can change the figures of a run; backends add theirs."""
 
 
 def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
-    """Return the version of each package that is installed, in the given order, and first that of this one.
+    """Return the versions of this package and of all installed packages, in the given order.
 
-    The version of torch includes its build (``2.13.0+cu130``), which the metadata of some wheels leaves out.
+    The version of torch includes its build (``2.13.0+cu130``), which the metadata of some wheels omits.
     """
     versions = {}
     if packages is None:
-        # Not of the metadata: a source tree has none, and another distribution may be called quantizer.
+        # A source tree has no metadata, and another distribution may be called quantizer.
         versions["quantizer"] = __version__
         backends = (package for name in profiles.names() for package in profile(name).packages)
         packages = (*PACKAGES, *dict.fromkeys(backends), "nncf")
@@ -43,7 +43,7 @@ def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    # A process with figures to report has imported torch; an import for its version alone would take seconds.
+    # Importing torch only for its version would take seconds.
     if "torch" in versions and "torch" in sys.modules:
         versions["torch"] = str(sys.modules["torch"].__version__)
     return versions
@@ -52,7 +52,7 @@ def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
 def collect_machine() -> dict[str, str | int | float | None]:
     """Return ``cpu``, ``instructions``, ``cores`` (usable by this process), ``memory_gib``, ``os`` and ``python``.
 
-    ``memory_gib`` is the memory of the machine, None if the system does not report it.
+    ``memory_gib`` is the memory of the machine; None if unknown.
     """
     return {
         "cpu": cpu_info().get("model name") or platform.processor() or platform.machine(),

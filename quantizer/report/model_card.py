@@ -1,7 +1,4 @@
-"""The text of a model card: metadata in YAML, what was measured, the configuration, and how to run the engine.
-
-The model card of a run, from its record.
-"""
+"""The model card of a run: metadata in YAML, figures, the configuration, and how to run the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from quantizer.utils.cpu import native_code
 from quantizer.utils.records import Score
 
 CARD = "README.md"
-"""The name of the file, by which the hub knows a card."""
+"""The name of the file, as expected by the hub."""
 
 _PIPELINES = {
     "depth-estimation": "depth-estimation",
@@ -38,29 +35,29 @@ _PIPELINES = {
     "text-generation": "text-generation",
     "token-classification": "token-classification",
 }
-"""The hub's names of our tasks."""
+"""Task names of the hub by our names."""
 
 _OTHER = "other"
-"""The task of a score, where the hub has no name for it."""
+"""The task of a score without a name on the hub."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """The content of a card.
+    """The content of a model card.
 
     Attributes:
         name: the name of the model.
-        source: what the float model was loaded from.
-        task: our name of its task, or another word, of which the metadata says nothing.
+        source: the source of the float model.
+        task: our name of its task, or another word, which the metadata omits.
         backend: the backend of the engine.
         dtype: the number format; None: nothing is quantized.
-        score: the score of what is delivered, or of what is nearest to it; None: there is none.
-        dataset: the rows that it was scored on.
+        score: the score of the delivered model, or of the form nearest to it; None without a score.
+        dataset: the name of the evaluation samples.
         figures: rows of the table, made by ``figure``.
-        machine: what was measured on.
+        machine: the machine of the measurements.
         configuration: the settings of the quantizer; empty: nothing was quantized.
         snippet: Python that runs the engine from its folder.
-        missed: goals that were asked for and are not reached, and sizes that the engine does not take, in words.
+        missed: sentences on goals that are not reached, and on sizes that the engine does not accept.
     """
 
     name: str
@@ -78,7 +75,7 @@ class CardFacts:
 
 
 def loading(folder: Path) -> str:
-    """Return the arguments that load a folder's engine from the folder itself: native code asks for trust."""
+    """Return the arguments of ``load`` for an engine in the current folder; native code requires trust."""
     native = any(native_code(engine) is not None for engine in folder.glob("*.engine"))
     return '".", trust=True' if native else '"."'
 
@@ -96,7 +93,7 @@ def card_text(facts: CardFacts) -> str:
         f"---\n{metadata}---\n\n# {facts.name}\n",
         f"{form} of `{facts.source}` for {facts.backend}, made with quantizer.\n",
     ]
-    # Before all figures: who takes the model from its card is to see it first.
+    # Missed goals come before all figures.
     parts[1:1] = [f"**{goal[:1].upper()}{goal[1:]}.**\n" for goal in facts.missed]
     if facts.figures:
         table = "\n".join(["| | float | engine | float / engine |", "|---|---|---|---|", *facts.figures])
@@ -109,28 +106,28 @@ def card_text(facts: CardFacts) -> str:
 
 
 def _needed(backend: str) -> str:
-    """Return what has to be installed, in words: a reader of the card may have neither a checkout nor a wheel."""
+    """Return the required installation in words."""
     extra = profile(backend).library or backend
     # torch needs no extra.
     library = "" if extra == "torch" else f" with the extra `{extra}`"
     return (
         f"Needs the Python package `quantizer`, distribution `{DISTRIBUTION}` {__version__} or later{library}, "
-        "installed from its wheel or its repository; docs/install.md there says how."
+        "installed from its wheel or its repository; see docs/install.md."
     )
 
 
 def _metadata(facts: CardFacts) -> dict[str, Any]:
     tags = ["quantizer", facts.backend, *([facts.dtype, "quantized"] if facts.dtype else [])]
-    found: dict[str, Any] = {"library_name": "quantizer", "tags": tags}
+    metadata: dict[str, Any] = {"library_name": "quantizer", "tags": tags}
     if (base := _hub_name(facts.source)) is not None:
-        found["base_model"] = base
+        metadata["base_model"] = base
     if facts.task in _PIPELINES:
-        found["pipeline_tag"] = _PIPELINES[facts.task]
+        metadata["pipeline_tag"] = _PIPELINES[facts.task]
     if facts.score is not None:
         metric = {
             "type": facts.score.metric,
             "value": round(facts.score.value, 6),
-            "name": f"{facts.score.metric} ({facts.score.which})",
+            "name": f"{facts.score.metric} ({facts.score.form})",
         }
         slug = re.sub(r"[^\w.-]+", "-", facts.dataset).strip("-")
         results = {
@@ -138,8 +135,8 @@ def _metadata(facts: CardFacts) -> dict[str, Any]:
             "dataset": {"name": facts.dataset, "type": slug},
             "metrics": [metric],
         }
-        found["model-index"] = [{"name": facts.name, "results": [results]}]
-    return found
+        metadata["model-index"] = [{"name": facts.name, "results": [results]}]
+    return metadata
 
 
 def _hub_name(source: str) -> str | None:
@@ -154,18 +151,18 @@ import torch
 
 import quantizer
 
-model = quantizer.load({load})  # runs {path}; tensors go in as they go into the model, by position or by name
+model = quantizer.load({load})  # runs {path}; takes the tensors of the model, by position or by name
 {sizes}
 made_up = {{}}
 for spec in model.engine.inputs:
-    print(spec)  # name, type and shape; ? is a size that may vary
+    print(spec)  # name, type and shape; ? is a dynamic size
     shape = [sizes[min(axis, 1)] if size is None else size for axis, size in enumerate(spec.shape)]
     made_up[spec.name] = torch.from_numpy(np.ones(shape, spec.dtype))
 print(model(**made_up))"""
 
 
 def write_run_card(record: RunRecord, folder: Path, snippet: str | None = None) -> None:
-    """Write the model card of a run into its folder, if it has an engine, with Python that runs it."""
+    """Write the model card of a run with an engine into its folder."""
     if record.engine is None:
         return
     settings = record.config.get("quantizer") or {}
@@ -181,7 +178,7 @@ def write_run_card(record: RunRecord, folder: Path, snippet: str | None = None) 
         score=record.score,
         dataset=Path(evaluation.get("path") or evaluation.get("name") or function or "evaluation samples").name,
         figures=tuple(_figures(record)),
-        machine=str(record.machine.get("cpu") or "a machine that did not say its name"),
+        machine=str(record.machine.get("cpu") or "an unknown machine"),
         configuration=settings,
         snippet=snippet
         or _SNIPPET.format(
@@ -190,7 +187,7 @@ def write_run_card(record: RunRecord, folder: Path, snippet: str | None = None) 
             sizes=_sizes(latency.batch if latency else 8, latency.sequence if latency else None),
         ),
         missed=(
-            *record.fixed,
+            *record.fixed_sizes,
             *missed_goals(record.fallback.outcome if record.fallback else None, record.latency_fallback),
         ),
     )
@@ -198,28 +195,30 @@ def write_run_card(record: RunRecord, folder: Path, snippet: str | None = None) 
 
 
 def _sizes(batch: int, tokens: int | None) -> str:
-    """Return the line of the snippet with the sizes that may vary: an image has rows alone."""
-    return f"sizes = ({batch}, {tokens})  # rows, and tokens of a row" if tokens else f"sizes = ({batch}, 1)  # rows"
+    """Return the line of the snippet with the dynamic sizes: samples, and tokens of texts."""
+    if tokens:
+        return f"sizes = ({batch}, {tokens})  # samples, and tokens of a sample"
+    return f"sizes = ({batch}, 1)  # samples"
 
 
 def _figures(record: RunRecord) -> list[str]:
-    found = []
+    rows = []
     for timed in filter(None, (record.latency, *record.other_latencies)):
         entries = {entry.name: entry for entry in timed.engines}
         before, after = entries.get("float"), entries.get("engine")
         if before is not None and after is not None:
             shape = text.shape(timed.batch, timed.sequence)
             graph = "" if timed.graph is None else f" of {timed.graph}"
-            name = f"latency{graph}, median, batch {shape}, threads: {timed.threads}, float is {timed.reference}"
+            name = f"median latency{graph}, batch {shape}, threads: {timed.threads}, float is {timed.reference}"
             times = text.milliseconds(before.median_ms), text.milliseconds(after.median_ms)
-            found.append(figure(name, *times, after.ratio_to_float))
+            rows.append(figure(name, *times, after.ratio_to_float))
     if record.sizes is not None:
         small, large = record.sizes
-        found.append(figure("size", text.file_size(large.bytes), text.file_size(small.bytes), small.ratio))
+        rows.append(figure("size", text.file_size(large.bytes), text.file_size(small.bytes), small.ratio))
     if record.peaks is not None:
         little, much = record.peaks
-        found.append(figure("peak memory", f"{much.peak_mib:,.0f} MiB", f"{little.peak_mib:,.0f} MiB", little.ratio))
+        rows.append(figure("peak memory", f"{much.peak_mib:,.0f} MiB", f"{little.peak_mib:,.0f} MiB", little.ratio))
     if record.score is not None and record.float_score is not None:
-        name = f"{record.score.metric} ({record.score.which})"
-        found.append(figure(name, text.score(record.float_score.value), text.score(record.score.value)))
-    return found
+        name = f"{record.score.metric} ({record.score.form})"
+        rows.append(figure(name, text.score(record.float_score.value), text.score(record.score.value)))
+    return rows

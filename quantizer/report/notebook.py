@@ -1,7 +1,7 @@
-"""The looks of results: as text in a terminal, as tables and pictures in a notebook.
+"""How results are displayed: as text in a terminal, as tables and charts in a notebook.
 
-``utils/display.py`` imports this when a result is shown. A look is a table, perhaps with a picture above it in a
-notebook; what stands below a result is a result itself.
+``utils/display.py`` imports this on first use. A display is a table, perhaps with a chart above it in a notebook;
+further results follow below.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _HTML_ROWS = 300
 _WIDTH = 120
 _BESIDE_NAMES = 44
 _BESIDE_TIGHT_NAMES = 63
-"""So many columns are for what stands beside the names."""
+"""Columns reserved for the cells beside the names."""
 _TEXT_WIDTH = 22
-"""A column that is wider than this is text, which may be broken at its blanks."""
+"""Wider columns are text, which may be wrapped."""
 _LEAST_NAMES = 24
 _GAP = 2
-"""Blanks between two columns: the padding, and the line that the box leaves out."""
+"""Blanks between two columns: the padding and the omitted line."""
 _BAR = 40
 
 
 class Picture:
-    """An SVG picture.
+    """An SVG chart.
 
     Attributes:
         svg: one ``<svg>`` element.
@@ -73,13 +73,13 @@ class Picture:
         self.svg = svg
 
     def __repr__(self) -> str:
-        return "a picture: a notebook shows it, .save(path) writes it as SVG"
+        return "a chart: displayed in a notebook; .save(path) writes it as SVG"
 
     def _repr_html_(self) -> str:
         return self.svg
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to an ``.svg`` file."""
+        """Write the chart to an ``.svg`` file."""
         with whole_file(path) as part:
             part.write_text(self.svg, encoding="utf-8")
 
@@ -98,7 +98,7 @@ def text(shown: Shown, limit: int | None) -> str:
 def page(shown: Shown) -> str:
     """Return a result as HTML."""
     if shown.look == "histogram":
-        # The figure has the candidates in it.
+        # The figure includes the candidates.
         return picture("figure", shown).svg
     above = picture("search", shown).svg if shown.look == "search" else ""
     table = table_of(shown).html(caption=True, limit=_HTML_ROWS, style=True)
@@ -107,7 +107,7 @@ def page(shown: Shown) -> str:
 
 
 def picture(name: str, shown: Any, **options: Any) -> Picture:
-    """Return one picture of a result."""
+    """Return one chart of a result."""
     return Picture(_PICTURES[name](shown, **options))
 
 
@@ -131,9 +131,9 @@ def _coverage(coverage: Coverage) -> Table:
         Column("kind", "kind"),
         names("place", "place"),
         Column("quantized", "quantized"),
-        Column("why", lambda row: f"{row.reason} ({row.rule})" if row.rule else row.reason),
+        Column("reason", lambda row: f"{row.reason} ({row.rule})" if row.rule else row.reason),
     ]
-    # Unquantized sites come first, so that a table with a limit leaves out quantized ones.
+    # Unquantized sites come first, so that a limit omits quantized ones.
     return Table(_coverage_title(coverage), columns, sorted(coverage.shown, key=lambda row: row.quantized))
 
 
@@ -143,8 +143,8 @@ def _coverage_title(coverage: Coverage) -> str:
     kinds = coverage.by_kind()
     if any(ReasonCode.of(row.reason) is ReasonCode.NOT_CALIBRATED for row in coverage):
         totals = ", ".join(f"{kind} {total}" for kind, (_, total) in kinds.items())
-        return f"sites found: {totals}; calibration decides which of them are quantized{patched}"
-    parts = [f"{kind} {held} of {total}" for kind, (held, total) in kinds.items()]
+        return f"sites found: {totals}; calibration decides which are quantized{patched}"
+    parts = [f"{kind} {quantized} of {total}" for kind, (quantized, total) in kinds.items()]
     tail = ""
     if coverage.share is not None:
         tail = f"; {share(coverage.share)} of {magnitude(coverage.multiply_adds)} multiply-adds in low precision"
@@ -152,17 +152,21 @@ def _coverage_title(coverage: Coverage) -> str:
 
 
 def _left_out(coverage: Coverage) -> str:
-    """Return how many rows the table leaves out, and what shows them, as the tail of the title."""
+    """Return the number of omitted rows, and how to show them, as the end of the title."""
     never = sum(not row.ran for row in coverage)
     quiet = Counter(row.kind for row in coverage if row.quiet and row.ran)
     adds, tables = quiet["residual_add"], quiet["embedding"]
     counts = [
         *([counted(never, "site") + " that never ran"] if never else []),
-        *([counted(adds, "addition") + f" that join{'s' if adds == 1 else ''} no branches"] if adds else []),
+        *(
+            [f"{counted(adds, 'addition')} that {'is no residual add' if adds == 1 else 'are no residual adds'}"]
+            if adds
+            else []
+        ),
         *([f"{counted(tables, 'table')} that {'is' if tables == 1 else 'are'} not quantized"] if tables else []),
     ]
-    told = " and ".join(filter(None, [", ".join(counts[:-1]), *counts[-1:]]))
-    return f"; print .all for {told}" if told and not coverage.shows_all else ""
+    omitted = " and ".join(filter(None, [", ".join(counts[:-1]), *counts[-1:]]))
+    return f"; print .all for {omitted}" if omitted and not coverage.shows_all else ""
 
 
 def _ranges(ranges: Ranges) -> Table:
@@ -170,15 +174,15 @@ def _ranges(ranges: Ranges) -> Table:
 
 
 def _kernels(kernels: Kernels) -> Table:
-    found = Counter(row.kernel for row in kernels)
-    without = found.pop(None, 0)
-    parts = [f"{count} by {kernel}" for kernel, count in sorted(found.items(), key=lambda item: str(item[0]))]
-    tail = [f"{without} rounded and computed in floats"] if without else []
+    counts = Counter(row.kernel for row in kernels)
+    without = counts.pop(None, 0)
+    parts = [f"{count} by {kernel}" for kernel, count in sorted(counts.items(), key=lambda item: str(item[0]))]
+    tail = [f"{without} simulated in float"] if without else []
     columns = [
         names("site", "name"),
         Column("operation", "operation"),
         Column("kernel", lambda row: row.kernel or "none"),
-        Column("why none", "reason"),
+        Column("reason", "reason"),
     ]
     rows = sorted(kernels, key=lambda row: row.kernel is not None)
     return Table(f"quantized sites: {', '.join([*parts, *tail]) or 'none'}", columns, rows)
@@ -192,16 +196,16 @@ def _layers(layers: Layers) -> Table:
 
 
 def _groups(groups: PutBack) -> Table:
-    return replace(groups_table(groups.rows, groups.measure), title="what if these fall back to float, each alone")
+    return replace(groups_table(groups.rows, groups.measure), title="gain and cost of keeping each group in float")
 
 
 def _search(search: Search) -> Table:
     return replace(evaluations_table(search.fallback), title=evaluation_caption(search.fallback))
 
 
-def _causes(diagnoses: Diagnoses) -> Table:
-    heading = f"The {len(diagnoses)} groups that cost most" if len(diagnoses) else "No group was measured"
-    columns = [Column("what costs most, why, and what mends it", str)]
+def _diagnoses(diagnoses: Diagnoses) -> Table:
+    heading = f"The {len(diagnoses)} groups that cost most accuracy" if len(diagnoses) else "No group was measured"
+    columns = [Column("group, cause and fix", str)]
     return Table(heading, columns, diagnosis_lines(diagnoses.rows, python=True))
 
 
@@ -228,15 +232,15 @@ def _candidates(candidates: RangeCandidates) -> Table:
         Column("candidate", "name"),
         Column("amax", "amax"),
         Column("clipped", "clipped", percent),
-        Column("SQNR dB", "sqnr_db", decibels),
-        Column("", lambda row: "chosen" if row.chosen else ""),
+        Column("SQNR, dB", "sqnr_db", decibels),
+        Column("chosen", lambda row: "yes" if row.chosen else ""),
     ]
-    return Table(f"ranges, judged in {candidates.dtype}", columns, candidates.rows)
+    return Table(f"candidate ranges for {candidates.dtype}", columns, candidates.rows)
 
 
 _TABLES: dict[str, Callable[[Any], Table]] = {
     "candidates": _candidates,
-    "diagnoses": _causes,
+    "diagnoses": _diagnoses,
     "coverage": _coverage,
     "groups": _groups,
     "histogram": _histogram,
@@ -255,14 +259,14 @@ _LAYOUTS = {
     "ranges": "grouped",
     "sensitivity": "tight",
 }
-"""How a terminal makes room for names: ``grouped`` shows the first column as a line of its own above the rows with the
-same value, ``tight`` breaks long names at a dot and titles at each blank, ``shortened`` shows each name of the first
-column in one line, without its middle if need be, and breaks titles likewise."""
+"""How a terminal fits names: ``grouped`` shows the first column as a line above the rows with the same value, ``tight``
+breaks long names at a dot and titles at each blank, ``shortened`` cuts the middle of names in the first column and
+breaks titles at each blank."""
 
 
 def _fitted(table: Table, limit: int | None, layout: str) -> str:
-    """Return a table as wide as the terminal if that has room for its names, at most 120 columns."""
-    # As ever where the output goes elsewhere.
+    """Return a table as wide as the terminal, at most 120 columns; wider if its names do not fit."""
+    # Only a terminal has a width.
     here = shutil.get_terminal_size((_WIDTH, 0)).columns if sys.stdout.isatty() else _WIDTH
     layouts = {"grouped": _grouped, "shortened": _shortened}
     fit = layouts.get(layout) or (lambda *given: _plain(*given, tight=layout == "tight"))
@@ -272,7 +276,7 @@ def _fitted(table: Table, limit: int | None, layout: str) -> str:
 
 
 def _plain(table: Table, limit: int | None, width: int, *, tight: bool) -> str | None:
-    """Return a table at most so wide; None if it is to be wider, and may be."""
+    """Return a table of the given width; None if it needs more."""
     names = [at for at, column in enumerate(table.columns) if column.mono]
     room = max(width - _BESIDE_TIGHT_NAMES, _LEAST_NAMES)
     if tight:
@@ -282,7 +286,7 @@ def _plain(table: Table, limit: int | None, width: int, *, tight: bool) -> str |
     shown.title = Text(table.title)
     if tight:
         _break_titles(shown)
-    # rich would cut a name anywhere, as it is one word: it gets its full width, and other columns share the rest.
+    # rich would cut a name anywhere: names get their full width, and other columns share the remainder.
     pieces = [piece for row in table.cells()[:limit] for at in names for piece in row[at].split("\n")]
     for at in names:
         shown.columns[at].no_wrap = all(len(piece) <= width - _BESIDE_NAMES for piece in pieces)
@@ -296,7 +300,7 @@ def _with_broken_names(column: Column, room: int) -> Column:
 
 
 def _shortened(table: Table, limit: int | None, width: int) -> str | None:
-    """Return a table with names in the room that the other columns leave; only wide text is broken."""
+    """Return a table whose names are shortened to the remaining width; only wide text is wrapped."""
     names = [table.columns[0].value(row) for row in table.rows[:limit]]
     whole = _bare(table, limit)
     _break_titles(whole)
@@ -307,7 +311,7 @@ def _shortened(table: Table, limit: int | None, width: int) -> str | None:
     _break_titles(shown)
     for column, wide in zip(shown.columns, [0, *widths[1:]], strict=True):
         column.no_wrap = wide <= _TEXT_WIDTH
-    # Text gives way to names: two that look alike in a list would be no names.
+    # Text is wrapped before names are shortened further, so that names stay distinct.
     shown.columns[0].min_width = max((len(shorten(one, room)) for one in names), default=0)
     shown.title = Text(table.title)
     lines = _lines(shown, width)
@@ -318,7 +322,7 @@ def _shortened(table: Table, limit: int | None, width: int) -> str | None:
 def _grouped(table: Table, limit: int | None, width: int) -> str | None:
     rest = _bare(replace(table, columns=table.columns[1:]), limit)
     for column in rest.columns:
-        column.no_wrap = True  # one line for each row, which the loop below relies on
+        column.no_wrap = True  # the loop below relies on one line per row
     if width < _WIDTH and len(_lines(rest, _WIDTH)[1]) + _GAP > width:
         return None
     heading, rule, *lines = _lines(rest, width)
@@ -337,13 +341,13 @@ def _bare(table: Table, limit: int | None) -> rich.table.Table:
     shown.title_justify = "left"
     shown.box, shown.pad_edge, shown.show_edge, shown.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
     if shown.caption is not None:
-        shown.caption = f"{shown.caption}; print .text() to see all, .rows holds them"
+        shown.caption = f"{shown.caption}; print .text() for all rows; .rows has them as data"
         shown.caption_justify = "left"
     return shown
 
 
 def _broken(name: str, width: int) -> str:
-    """Return a name, broken after dots into lines of at most ``width`` characters as far as it has dots there."""
+    """Return a name, broken after dots into lines of at most ``width`` characters where possible."""
     end = name.rfind(".", 0, width) + 1
     return name if len(name) <= width or end == 0 else f"{name[:end]}\n{_broken(name[end:], width)}"
 

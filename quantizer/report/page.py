@@ -1,9 +1,8 @@
-"""The page of a run in HTML, with the words that it explains.
+"""The HTML page of a run, and the glossary.
 
-``docs/glossary.md`` is made of it: ``python -m quantizer.report.page > docs/glossary.md``.
-
-The page contains its style and a small script (sorting and filtering of tables). A content security policy admits this
-script by its hash and forbids everything else, the network included.
+``python -m quantizer.report.page > docs/glossary.md`` writes the glossary as a page. A report contains its style and a
+small script that sorts and filters tables. A content security policy admits this script by its hash and forbids
+everything else, including the network.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from quantizer.report.terminal import (
     verified_words,
 )
 from quantizer.report.text import error_words
-from quantizer.report.verdict import THRESHOLDS, covered_share, verdict, verdict_of
+from quantizer.report.verdict import THRESHOLDS, USABLE, covered_share, verdict, verdict_of
 
 if TYPE_CHECKING:
     import jinja2
@@ -100,9 +99,9 @@ _UNUSUAL = ("amax", "frozen", "operand", "precision group", "proxy", "Q/DQ", "si
 
 
 def words_in(message: str) -> dict[str, str]:
-    """Return the terms of a message that need an explanation, each with its sentence, in alphabetical order.
+    """Return the terms of a message that need an explanation, with their sentences, in alphabetical order.
 
-    A term counts as a whole word, also in the plural; in quotes or in a dotted name it is a name, not a word.
+    A term counts as a whole word, also in the plural; quoted terms and parts of dotted names are names.
     """
     return {
         term: GLOSSARY[term]
@@ -140,7 +139,7 @@ def html_from_record(record: RunRecord) -> str:
 
 
 def render(template: str, view: Mapping[str, Any]) -> str:
-    """Return a page: a template of ``templates/`` with the common style and script, and the variables of ``view``."""
+    """Return a page from a template of ``templates/``, the common style and script, and variables."""
     style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("report.css", "tables.js"))
     return _environment().get_template(template).render(style=style, script=script, **view)
 
@@ -151,7 +150,7 @@ def write_html(record: RunRecord, path: Path | str) -> Path:
 
 
 def require_html() -> None:
-    """Check that the library for the page is installed."""
+    """Raise ``MissingDependencyError`` unless the library for the page is installed."""
     _environment()
 
 
@@ -172,7 +171,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _csp_hash(script: str) -> str:
-    """Return the source expression that admits exactly ``script`` in a content security policy."""
+    """Return the source expression of a content security policy that admits exactly ``script``."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
@@ -181,7 +180,7 @@ _BARS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One figure of the header, with the values behind it; or that it was not measured."""
+    """One figure of the header, with the values behind it."""
 
     title: str
     value: str
@@ -191,7 +190,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffFile:
-    """A file of a unified diff, with the numbers of its changes, and CSS class and text of each line."""
+    """A file of a unified diff: its numbers of changes, and the CSS class and text of each line."""
 
     name: str
     added: int
@@ -223,7 +222,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "heat_map": _safe(sensitivity_heatmap(record.sensitivity, measure=record.measure)),
         "sensitivity_table": _table(sensitivity_table(record.sensitivity, record.measure, page=True)),
         "evaluations_table": _evaluations(record),
-        "put_back": text.counted(len(record.fallback.groups), "group") if record.fallback else "",
+        "float_groups": text.counted(len(record.fallback.groups), "group") if record.fallback else "",
         "search": text.typeset(evaluation_caption(record.fallback)) if record.fallback else "",
         "pareto": _safe(pareto_svg(record.fallback) if record.fallback else ""),
         "training": text.typeset(training_caption(record.training)) if record.training else "",
@@ -246,7 +245,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
 
 
 def _header(record: RunRecord) -> dict[str, Any]:
-    """Return the variables of the verdict, of the choice of the engine and its placement, and of what costs most."""
+    """Return the variables of the verdict, the choice of the engine, the latency fallback, and the diagnosis."""
     return {
         "judgement": _judgement(record),
         "thresholds": text.typeset(THRESHOLDS),
@@ -256,21 +255,25 @@ def _header(record: RunRecord) -> dict[str, Any]:
         "choice_table": _table(choice_table(record.choice, page=True) if record.choice else None),
         "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
         "choice_missing": missing_lines(record.choice) if record.choice else [],
-        "slower": [one for one in record.latency_fallback.groups if one.slower] if record.latency_fallback else [],
+        "slower": [one for one in record.latency_fallback.groups if one.slower_reason]
+        if record.latency_fallback
+        else [],
         "from_python": is_from_python(record),
-        "put_back_setting": shown_setting("fallback: {names: [...]}", python=is_from_python(record)),
+        "fallback_setting": shown_setting("fallback: {names: [...]}", python=is_from_python(record)),
         "latency_fallback": [text.typeset(line) for line in latency_fallback_lines(record.latency_fallback)]
         if record.latency_fallback
         else [],
         "frontier": _safe(frontier_svg(record.latency_fallback) if record.latency_fallback else ""),
         "diagnoses": [text.typeset(line) for line in diagnosis_lines_of(record)],
+        "needs_fix": verdict_of(record).level != USABLE,
     }
 
 
-def _judgement(record: RunRecord) -> tuple[str, str, str]:
-    """Return the verdict as a CSS class, its level and its reasons."""
-    found = verdict_of(record)
-    return found.level.replace(" ", "-"), found.level, text.typeset("; ".join(found.reasons))
+def _judgement(record: RunRecord) -> tuple[str, str, str, list[str]]:
+    """Return the CSS class and level of the verdict, its reason, and the other findings."""
+    judged = verdict_of(record)
+    reason, *others = map(text.typeset, judged.reasons)
+    return judged.level.replace(" ", "-"), judged.level, reason, others
 
 
 def _by_output(record: RunRecord) -> bool:
@@ -290,7 +293,7 @@ def _sites(record: RunRecord) -> dict[str, Any]:
         "sites_ran": text.counted(len(ran), "site"),
         "never_ran_table": _table(sites_table(never)),
         "sites_never_ran": text.counted(len(never), "site"),
-        "escaped_table": _table(products_table(record.not_quantized, page=True)),
+        "unquantized_table": _table(products_table(record.not_quantized, page=True)),
         "layer_table": _table(layers),
         "group_table": _table(groups),
     }
@@ -298,17 +301,17 @@ def _sites(record: RunRecord) -> dict[str, Any]:
 
 def tiles(record: RunRecord) -> tuple[Tile, ...]:
     """Return the figures of the header: speed, size, memory, score, coverage."""
-    speed, size, memory = _tile("Speed-up"), _tile("Times smaller"), _tile("Times less memory")
+    speed, size, memory = _tile("Speed-up"), _tile("Size reduction"), _tile("Memory reduction")
     if record.speeds is not None and record.latency is not None:
         fast, slow = (text.milliseconds(entry.median_ms) for entry in record.speeds)
         ratio = text.times(record.speeds[0].ratio_to_float)
         speed = _tile("Speed-up", ratio, f"{fast}, {record.latency.reference} {slow}")
     if record.sizes is not None:
         small, large = (text.file_size(entry.bytes) for entry in record.sizes)
-        size = _tile("Times smaller", text.times(record.sizes[0].ratio), f"{small}, float {large}")
+        size = _tile("Size reduction", text.times(record.sizes[0].ratio), f"{small}, float {large}")
     if record.peaks is not None:
         low, high = (f"{entry.peak_mib:,.0f} MiB" for entry in record.peaks)
-        memory = _tile("Times less memory", text.times(record.peaks[0].ratio), f"peak {low}, float {high}")
+        memory = _tile("Memory reduction", text.times(record.peaks[0].ratio), f"peak {low}, float {high}")
     return speed, size, memory, _accuracy_tile(record), _coverage_tile(record)
 
 
@@ -318,11 +321,11 @@ def _accuracy_tile(record: RunRecord) -> Tile:
         interval = f"95% interval {text.interval(score.interval)}" if score.interval else "no interval computed"
         return _tile(f"{score.metric} against float", text.signed(score.difference), interval)
     if score is not None:
-        return _tile(f"{score.metric}, {score.which}", text.score(score.value), "not compared with float")
+        return _tile(f"{score.metric} of the {score.form}", text.score(score.value), "float was not scored")
     if record.scores or worst is None:
         return _tile("Score")
-    found = "no difference" if worst.sqnr_db is None else f"{text.decibels(worst.sqnr_db)} dB"
-    return _tile("Output beside float", found, f"cosine {worst.cosine:.4f}, not scored")
+    sqnr = "no difference" if worst.sqnr_db is None else f"{text.decibels(worst.sqnr_db)} dB"
+    return _tile("Output SQNR", sqnr, f"cosine {worst.cosine:.4f}, not scored")
 
 
 def _coverage_tile(record: RunRecord) -> Tile:
@@ -332,7 +335,7 @@ def _coverage_tile(record: RunRecord) -> Tile:
     count = f"{sum(site.quantized for site in sites)} of {len(sites)}"
     if share is None:
         return _tile("Sites quantized", count, "multiply-adds not counted")
-    return _tile("Work in low precision", text.percent(share), f"of the multiply-adds, in {count} sites")
+    return _tile("Multiply-adds in low precision", text.percent(share), f"in {count} sites")
 
 
 def _tile(title: str, value: str | None = None, note: str = "") -> Tile:
@@ -376,8 +379,8 @@ def _latency_note(record: RunRecord) -> str:
 
 
 def _table(table: Table | None) -> Markup:
-    """Return a table; empty if it has no rows."""
-    return _safe(table.html() if table is not None and table.rows else "")
+    """Return a table; empty without rows."""
+    return _safe(table.html(breaks=True) if table is not None and table.rows else "")
 
 
 def _evaluations(record: RunRecord) -> Markup:
@@ -388,7 +391,7 @@ def _evaluations(record: RunRecord) -> Markup:
 
 
 def _safe(markup: str) -> Markup:
-    """Return markup of this package's tables and pictures, which have escaped all values, as safe for jinja2."""
+    """Return HTML of this package, in which all values are escaped, as safe for jinja2."""
     try:
         from markupsafe import Markup
     except ImportError as error:

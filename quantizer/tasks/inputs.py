@@ -1,4 +1,4 @@
-"""The batches that a model needs (of samples, filled to a size, random, an example for export), and those of texts.
+"""``Inputs`` and ``Feed``, the sources of a model's batches, and ``TextInputs``, the batches of text models.
 
 Shapes: B samples in a batch, S tokens.
 """
@@ -20,38 +20,38 @@ Batch: TypeAlias = dict[str, torch.Tensor]
 """The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images,
 [B x samples] or [B x steps x features] for recordings."""
 Sample: TypeAlias = str | Path | tuple[str, ...]
-"""The source of one row of a batch: a text, a text in words or parts, or the path of an image or a recording."""
+"""One model input before preprocessing: a text, a text in words or parts, or the path of an image or recording."""
 
-EXAMPLE_ROWS = 2
+EXAMPLE_BATCH_SIZE = 2
 EXAMPLE_TOKENS = 16
 _CHARACTERS_PER_TOKEN = 8
 
 
 def batch_shape(batch: Batch) -> tuple[int, int | None]:
-    """Return the number of samples of a batch, and that of its tokens; None for images and other values.
+    """Return the numbers of samples and tokens of a batch; None tokens for images and other values.
 
-    Tokens in a decoder's cache count, too.
+    Tokens in a decoder's cache also count.
     """
     first = next(iter(batch.values()))
-    kept = next((value.shape[2] for name, value in batch.items() if name.startswith(CACHE)), None)
-    if kept is not None:
-        return first.shape[0], kept + first.shape[1]
+    cache_length = next((value.shape[2] for name, value in batch.items() if name.startswith(CACHE)), None)
+    if cache_length is not None:
+        return first.shape[0], cache_length + first.shape[1]
     return first.shape[0], first.shape[1] if first.dim() == 2 and not first.is_floating_point() else None
 
 
 def rows_at(batch: Batch, places: Sequence[int]) -> Batch:
-    """Return a batch of some rows of another one; an input that is the same for all rows stays as it is.
+    """Return a batch with some rows of another one; inputs without a batch axis stay as they are.
 
-    Such an input has another length along axis 0 than the first one: a fixed mask, say.
+    An input whose length along axis 0 differs from the first input's, such as a fixed mask, has no batch axis.
     """
     size = len(next(iter(batch.values())))
     return {name: value[list(places)] if len(value) == size else value for name, value in batch.items()}
 
 
 def longest_sequence(model: torch.nn.Module, config: Any) -> int | None:
-    """Return the longest sequence that a model accepts, in tokens; None: it has no limit of its own.
+    """Return the most tokens that a model accepts; None: there is no limit.
 
-    If the table of positions has a padding row, positions begin after it: the rows up to it are for no token.
+    If the table of positions has a padding row, positions begin after it.
     """
     most: int | None = getattr(config, "max_position_embeddings", None)
     for path, module in model.named_modules():
@@ -73,8 +73,8 @@ class Inputs(Protocol):
     def batch(self, samples: Sequence[Any]) -> Batch:
         """Return one batch of samples."""
 
-    def filled(self, samples: Sequence[Any], rows: int, sequence: int | None) -> Batch:
-        """Return a batch of exactly ``rows`` rows and ``sequence`` tokens; without samples it is random."""
+    def filled(self, samples: Sequence[Any], batch_size: int, sequence: int | None) -> Batch:
+        """Return a batch of exactly ``batch_size`` samples and ``sequence`` tokens; random values without samples."""
 
     def check(self, samples: Sequence[Any]) -> None:
         """Check samples without running the model.
@@ -83,7 +83,7 @@ class Inputs(Protocol):
             TaskError: a sample cannot be read.
         """
 
-    def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
+    def random(self, batch_size: int, sequence: int | None, seed: int = 0) -> Batch:
         """Return a batch of random values with nothing masked; see ``Task.random_batch``."""
 
     def example(self, samples: Sequence[Any]) -> Batch:
@@ -91,7 +91,7 @@ class Inputs(Protocol):
 
 
 class Feed(Protocol):
-    """The data of a model without scores: a task, or the batches of a module that somebody gave in Python."""
+    """The data of a model: a task, or batches given in Python."""
 
     @property
     def inputs(self) -> Inputs:
@@ -99,26 +99,26 @@ class Feed(Protocol):
 
     @property
     def sizes(self) -> DataSizes | None:
-        """The open axes of the inputs and their sizes in the data; None: those that the inputs of a task have."""
+        """The dynamic axes of the inputs and their sizes in the data; None: read them from a task's inputs."""
 
     @property
-    def rows_apart(self) -> bool:
-        """True if the model computes each row of a batch for itself, so that a batch may be cut."""
+    def samples_independent(self) -> bool:
+        """True if the model computes each sample of a batch independently, so that a batch may be cut."""
 
     def all_samples(self, mixed: Sequence[Any]) -> list[Any]:
-        """Return the samples of rows."""
+        """Return the model inputs of examples, texts and paths."""
 
-    def batches(self, rows: Sequence[Any], limit: int | None = None) -> list[Batch]:
-        """Return rows as at most ``limit`` batches, in their own order."""
+    def batches(self, examples: Sequence[Any], limit: int | None = None) -> list[Batch]:
+        """Return examples as at most ``limit`` batches, in their own order."""
 
     def compared(self, samples: Sequence[Any], batch: int, sequence: int | None) -> Batch:
-        """Return a batch of that size on which an engine's outputs are compared with PyTorch's."""
+        """Return a batch of the given size on which the outputs of an engine and of PyTorch are compared."""
 
     def example(self) -> Batch:
         """Return a small batch for export."""
 
     def random_batch(self, batch: int, sequence: int | None = None, seed: int = 0) -> Batch:
-        """Return a batch of that size to measure latency."""
+        """Return a random batch of the given size, for benchmarks."""
 
 
 class TextInputs:
@@ -136,7 +136,7 @@ class TextInputs:
         self.max_length = max_length
         self.min_length = min_length
         self.vocabulary = min(len(tokenizer), getattr(config, "vocab_size", None) or len(tokenizer))
-        # A tokenizer may give token types that the model does not use; a forward with **kwargs would not complain.
+        # A tokenizer may return token types that the model does not use, and a forward with **kwargs would ignore them.
         accepted = inspect.signature(model.forward).parameters
         names = list(tokenizer.model_input_names)
         known = [name for name in names if name in accepted]
@@ -147,7 +147,7 @@ class TextInputs:
         return sorted(range(len(texts)), key=lambda at: (len(self.whole(texts[at])), at))
 
     def batch(self, texts: Sequence[Any], min_length: int | None = None) -> Batch:
-        """Return one batch [B x S]; S is the length of its longest text, or ``min_length`` if that is more."""
+        """Return one batch [B x S]; S is the length of the longest text, at least ``min_length``."""
         shortest = min_length or self.min_length
         encoded = self.encoded(texts, padding="longest", max_length=self.max_length, return_tensors="pt")
         if encoded["input_ids"].shape[1] < shortest:
@@ -155,36 +155,39 @@ class TextInputs:
         return {name: encoded[name] for name in self.names if name in encoded}
 
     def encoded(self, texts: Sequence[Any], **options: Any) -> Any:
-        """Return what the tokenizer makes of samples, cut to ``max_length`` tokens; a subclass reads other samples."""
+        """Return the encoding of texts, truncated to ``max_length`` tokens; override it for other samples."""
         return self.tokenizer(list(texts), truncation=True, **options)
 
     def whole(self, sample: Any) -> str:
-        """Return a sample as one text: words and parts are joined by spaces."""
+        """Return a sample as one text; words and parts are joined by spaces."""
         return " ".join(sample) if isinstance(sample, tuple) else str(sample)
 
     def require_fast(self) -> None:
-        """Raise ``TaskError`` if the tokenizer does not say from which part of a text its tokens are."""
+        """Raise ``TaskError`` if the tokenizer cannot map tokens to the words of a text."""
         if not self.tokenizer.is_fast:
             raise TaskError(
-                f"{type(self.tokenizer).__name__} does not say from which part of a text its tokens are: save the "
-                "model with its fast tokenizer (tokenizer.json)"
+                f"{type(self.tokenizer).__name__} does not map tokens to the words of a text: save the model "
+                "with its fast tokenizer (tokenizer.json)"
             )
 
     def check(self, texts: Sequence[Any]) -> None:
         """Do nothing: every text can be tokenized."""
 
-    def filled(self, texts: Sequence[Any], rows: int, sequence: int | None) -> Batch:
-        """Return a batch [rows x sequence]: every second row is full of text, the others are one text, cut or padded.
+    def filled(self, texts: Sequence[Any], batch_size: int, sequence: int | None) -> Batch:
+        """Return a batch [batch_size x sequence] that alternates full texts with cut or padded ones.
 
-        Without texts the tokens are random, and every second row is padded from its middle on.
+        Without texts the tokens are random, and every second sample is padded from its middle on.
         """
         tokens, texts = self._tokens(sequence), [self.whole(text) for text in texts]
         if not texts:
-            made = self.random(rows, tokens)
-            self._pad(made, slice(1, None, 2), (tokens + 1) // 2)
-            return made
+            batch = self.random(batch_size, tokens)
+            self._pad(batch, slice(1, None, 2), (tokens + 1) // 2)
+            return batch
         encoded = self.tokenizer(
-            [_long(texts, row, tokens) if row % 2 == 0 else texts[row % len(texts)] for row in range(rows)],
+            [
+                _long(texts, place, tokens) if place % 2 == 0 else texts[place % len(texts)]
+                for place in range(batch_size)
+            ],
             padding="max_length",
             truncation=True,
             max_length=tokens,
@@ -192,12 +195,12 @@ class TextInputs:
         )
         return {name: encoded[name] for name in self.names if name in encoded}
 
-    def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
-        """Return random ordinary tokens [rows x sequence] with nothing masked; see ``Task.random_batch``."""
+    def random(self, batch_size: int, sequence: int | None, seed: int = 0) -> Batch:
+        """Return random ordinary tokens [batch_size x sequence] with nothing masked; see ``Task.random_batch``."""
         tokens = self._tokens(sequence)
         special = set(self.tokenizer.all_special_ids)
         ordinary = torch.tensor([token for token in range(self.vocabulary) if token not in special])
-        picked = torch.randint(len(ordinary), (rows, tokens), generator=torch.Generator().manual_seed(seed))
+        picked = torch.randint(len(ordinary), (batch_size, tokens), generator=torch.Generator().manual_seed(seed))
         fill = {"input_ids": ordinary[picked], "attention_mask": torch.ones_like(picked)}
         return {name: fill[name] if name in fill else torch.zeros_like(picked) for name in self.names}
 
@@ -206,8 +209,8 @@ class TextInputs:
         tokens = min(max(EXAMPLE_TOKENS, self.min_length), self.max_length)
         if texts:
             return self.batch([texts[0], texts[1 % len(texts)]], min_length=tokens)
-        batch = self.random(EXAMPLE_ROWS, tokens)
-        # Half of the second row is padding, so that a trace meets a mask that masks something.
+        batch = self.random(EXAMPLE_BATCH_SIZE, tokens)
+        # Half of the second sample is padding, so that the trace contains a mask with zeros.
         self._pad(batch, slice(1, 2), tokens // 2)
         return batch
 
@@ -219,7 +222,7 @@ class TextInputs:
 
     def _tokens(self, sequence: int | None) -> int:
         if sequence is None:
-            raise TaskError("a batch of texts was asked for without a number of tokens: give 'sequence'")
+            raise TaskError("a batch of texts needs a number of tokens: set 'sequence'")
         self._check_length(sequence, "sequence")
         return sequence
 
@@ -228,11 +231,11 @@ class TextInputs:
             raise TaskError(f"{what}={length}, but the model has {self.max_positions} positions: lower it")
 
 
-def _long(texts: Sequence[str], row: int, tokens: int) -> str:
-    """Return the text of a row joined with those after it, with enough characters for ``tokens`` tokens."""
-    words = texts[row % len(texts)]
-    taken = 1
+def _long(texts: Sequence[str], place: int, tokens: int) -> str:
+    """Return a text joined with the texts after it, with enough characters for ``tokens`` tokens."""
+    words = texts[place % len(texts)]
+    joined = 1
     while len(words) < tokens * _CHARACTERS_PER_TOKEN:
-        words = f"{words} {texts[(row + taken) % len(texts)]}"
-        taken += 1
+        words = f"{words} {texts[(place + joined) % len(texts)]}"
+        joined += 1
     return words

@@ -1,6 +1,6 @@
-"""Scores, figures of a model against the float model on the same rows, and a bootstrap interval for score differences.
+"""Scores, figures that compare a model with the float model, and bootstrap intervals of score differences.
 
-Shapes: N rows, R resamples, D width of an embedding, C classes. All is computed with NumPy in float64.
+Shapes: N samples, R resamples, D width of an embedding, C classes. All is computed with NumPy in float64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array: TypeAlias = npt.NDArray[Any]
 Metric: TypeAlias = Callable[[Array, Array], Array]
 """A function of decisions and targets, both [N] or [R x N], that returns one score per leading index: [] or [R]."""
 
-# Resamples are scored in chunks: the ranks of 100,000 rows in 1,000 resamples would take gigabytes at once.
+# Resamples are scored in chunks: the ranks of 100,000 samples in 1,000 resamples would take gigabytes at once.
 CHUNK_VALUES = 2_000_000
 
 
@@ -41,7 +41,7 @@ def accuracy(decisions: Array, targets: Array) -> Array:
 
 
 def label_flips(reference: Array, other: Array) -> float:
-    """Return the share of rows [N] whose label differs."""
+    """Return the share of labels [N] that differ."""
     _same_shape(reference, other)
     return float((reference != other).mean())
 
@@ -55,14 +55,14 @@ def mean_cosine(reference: Array, other: Array) -> float:
 
 
 def kl_divergence(reference: Array, other: Array) -> float:
-    """Return the mean over rows of KL(reference || other) in nats, of the softmax of logits [N x C]."""
+    """Return the mean over samples of KL(reference || other) in nats, of the softmax of logits [N x C]."""
     _same_shape(reference, other)
     p, q = _log_softmax(reference), _log_softmax(other)
     return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
 
 
 def sqnr_db(reference: Array, other: Array) -> float:
-    """Return the power of the reference over that of the difference, in dB; ``inf`` if both are equal."""
+    """Return the signal-to-quantization-noise ratio in dB: 10 log10(power of reference / power of difference)."""
     _same_shape(reference, other)
     signal = float((reference.astype(np.float64) ** 2).sum())
     noise = float(((reference.astype(np.float64) - other.astype(np.float64)) ** 2).sum())
@@ -76,16 +76,15 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Return the 95% bootstrap interval of ``metric(other) - metric(reference)``.
 
-    Rows are resampled in pairs: each resample takes the same rows of both sides, so that variation between rows that
-    both sides share does not widen the interval.
+    Each resample draws the same samples for both models, so that variation that they share does not widen the interval.
 
     Args:
         metric: see ``Metric``.
         reference: decisions [N] of the float model.
-        other: decisions [N] of the other model on the same rows.
+        other: decisions [N] of the other model on the same samples.
         targets: the targets [N] of both.
         n: the number of resamples, at least 1.
-        seed: the same seed draws the same rows.
+        seed: the same seed draws the same samples.
     """
     _same_shape(reference, other)
     first, second = (resampled_scores(metric, decisions, targets, n, seed) for decisions in (reference, other))
@@ -93,19 +92,19 @@ def bootstrap_interval(
 
 
 def resampled_scores(metric: Metric, decisions: Array, targets: Array, n: int = 1000, seed: int = 0) -> Array:
-    """Return the score of each bootstrap resample [n]; of two models on the same rows they are in pairs.
+    """Return the score of each bootstrap resample [n]; one seed draws the same samples for every model.
 
     Arguments and errors are those of ``bootstrap_interval``.
     """
     _same_shape(decisions, targets)
     if n < 1 or decisions.size == 0:
-        raise TaskError(f"a bootstrap of {n} resamples over {decisions.size} rows: expected at least 1 of each")
+        raise TaskError(f"a bootstrap of {n} resamples over {decisions.size} samples: expected at least 1 of each")
     generator = np.random.default_rng(seed)
-    rows = decisions.shape[0]
-    at_once = max(1, CHUNK_VALUES // decisions.size)
+    samples = decisions.shape[0]
+    chunk = max(1, CHUNK_VALUES // decisions.size)
     scores = []
-    for start in range(0, n, at_once):
-        picked = generator.integers(rows, size=(min(at_once, n - start), rows))
+    for start in range(0, n, chunk):
+        picked = generator.integers(samples, size=(min(chunk, n - start), samples))
         scores.append(metric(decisions[picked], targets[picked]))
     return np.concatenate(scores)
 
@@ -113,8 +112,8 @@ def resampled_scores(metric: Metric, decisions: Array, targets: Array, n: int = 
 def _same_shape(first: Array, second: Array) -> None:
     if first.shape != second.shape:
         raise TaskError(
-            f"paired figures need outputs of the same rows, but the shapes are {first.shape} and {second.shape}: "
-            f"predict both sides on the same rows"
+            f"paired figures need outputs of the same samples, but the shapes are {first.shape} and {second.shape}: "
+            f"predict both sides on the same samples"
         )
 
 

@@ -1,4 +1,4 @@
-"""Models, tokenizers and image processors, loaded from the source that a run names.
+"""Loaders of models, tokenizers, image processors and feature extractors, and ``read_checkpoint``.
 
 A source is a local folder, a folder inside an installed package, or a hub name.
 """
@@ -39,7 +39,7 @@ _CTC = "AutoModelForCTC"
 _SPEECH = "AutoModelForSpeechSeq2Seq"
 
 _NO_CODE = {"trust_remote_code": False}
-"""For every ``from_pretrained``: without it transformers asks on standard input whether to run the folder's code."""
+"""Passed to every ``from_pretrained``; otherwise transformers asks on standard input whether to run code."""
 
 
 def load_model(
@@ -47,13 +47,13 @@ def load_model(
 ) -> torch.nn.Module:
     """Return the float32 model for a task, in eval mode.
 
-    An encoder of sentences has the pooling that its folder says as ``sentence_pooling``.
+    A sentence encoder gets the pooling of its folder as ``sentence_pooling``.
 
     Args:
         source: see ``resolve_source``.
-        task: a registered task, which decides whether an encoder or a classifier is loaded.
+        task: a registered task, which determines the class of the model.
         attention: "eager" or "sdpa".
-        texts: the text of each label, for a task that takes its labels from the request.
+        texts: the text of each label, for a task whose labels are in the configuration.
 
     Raises:
         ConfigError: no task has this name.
@@ -79,7 +79,7 @@ def load_model(
             f"name a checkpoint that was fine-tuned for it, or another task"
         )
     if entry.auto_class == _CAUSAL:
-        # A text is read at once: keys and values of former tokens are neither given nor wanted.
+        # A text is read at once, without a cache.
         model.config.use_cache = False
     if entry.auto_class == _ENCODER:
         model.sentence_pooling = read_pooling(source)
@@ -87,7 +87,7 @@ def load_model(
 
 
 def empty_model(source: str, task: str) -> Any:
-    """Return a model for a task without values, for its class, its config and how it generates."""
+    """Return a model for a task without values: its class, config and generation config."""
     read_checkpoint(source, task)
     package, where = transformers_package(), resolve_source(source)
     with explained(source, "config"), torch.device("meta"):
@@ -99,18 +99,16 @@ def empty_model(source: str, task: str) -> Any:
 
 
 def require_labels(task: str, texts: Collection[str]) -> None:
-    """Raise if a task takes its labels from the request and there are none, or takes none and there are some.
+    """Raise if the configured labels do not fit a task: missing, or configured although the model has its own.
 
     Raises:
         ConfigError: no task has this name.
         TaskError: the labels do not fit the task.
     """
     if tasks[task].names_labels and not texts:
-        raise TaskError(
-            f"task {task!r} chooses among labels, and none were given: name two or more, in model.labels or --labels"
-        )
+        raise TaskError(f"task {task!r} needs labels: set two or more, in model.labels or --labels")
     if texts and not tasks[task].names_labels:
-        raise TaskError(f"task {task!r} has the labels of its model, and {', '.join(texts)} were given: leave them out")
+        raise TaskError(f"task {task!r} uses the labels of its model: remove the labels {', '.join(texts)}")
 
 
 @dataclass(frozen=True)
@@ -118,11 +116,11 @@ class Checkpoint:
     """The description of a checkpoint, read without its weights.
 
     Attributes:
-        architecture: the model class that it was saved from; None: the config does not name it.
+        architecture: the model class in the config; None if it is missing.
         task: the registered task of this class; None: there is none, or it cannot be derived.
-        positions: the longest sequence that the model accepts, in tokens; None: it has no limit of its own.
+        positions: the most tokens that the model accepts; None: there is no limit.
         labels: the class names in the config.
-        vocabulary: the number of its tokens; None: it has none.
+        vocabulary: the number of its tokens; None without a vocabulary.
     """
 
     architecture: str | None
@@ -133,7 +131,7 @@ class Checkpoint:
 
 
 def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
-    """Return what the config of a model says.
+    """Return the description of a checkpoint from its config.
 
     Args:
         source: see ``resolve_source``.
@@ -141,17 +139,17 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
 
     Raises:
         ConfigError: no task has this name.
-        TaskError: there is no config that can be read, or the model does not fit the task or any task.
+        TaskError: there is no readable config, or the model does not fit the task or any task.
         MissingDependencyError: transformers is not installed.
     """
     where = resolve_source(source)
     transformers_package()
     require_reachable(where)
     with explained(source, "config"):
-        told, _ = transformers_package().PretrainedConfig.get_config_dict(where)
-        _refuse_code(source, "config.json", told)
-        require_depth(told)
-        require_timm(told)
+        fields, _ = transformers_package().PretrainedConfig.get_config_dict(where)
+        _refuse_code(source, "config.json", fields)
+        require_depth(fields)
+        require_timm(fields)
         config: Any = transformers_package().AutoConfig.from_pretrained(where, **_NO_CODE)
         architecture = next(iter(config.architectures or ()), classifier_of(config))
         reads = read_by(config)
@@ -160,28 +158,27 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
             raise ValueError(f"max_position_embeddings is {positions!r}, expected a whole number")
     if not reads:
         raise TaskError(
-            f"model source {source!r}: {architecture or config.model_type} has no vocabulary, so it reads no text, "
-            "and transformers has no classifier of images or recordings of its kind; there is nothing else that the "
-            f"tasks {', '.join(tasks.names())} read"
+            f"model source {source!r}: {architecture or config.model_type} has no vocabulary, and transformers has no "
+            "classifier of images or recordings of this type; expected a checkpoint for one of the "
+            f"tasks {', '.join(tasks.names())}"
         )
     tower = task is not None and tasks[task].takes_text_tower and has_text_tower(config)
     if task is not None and tasks[task].reads not in reads and not tower:
         fitting = ", ".join(name for name in tasks.names() if tasks[name].reads in reads)
         raise TaskError(
-            f"model source {source!r}: {architecture or config.model_type} reads {' and '.join(reads)}, and task "
-            f"{task!r} is for {tasks[task].reads}: choose another checkpoint, or one of the tasks {fitting}"
+            f"model source {source!r}: {architecture or config.model_type} has {' and '.join(reads)} inputs, and "
+            f"task {task!r} needs {tasks[task].reads} inputs: choose another checkpoint, or one of the tasks {fitting}"
         )
     known = task_of(architecture, config.model_type, reads)
-    if task is not None and tasks[task].labels == "row":
+    if task is not None and tasks[task].labels == "example":
         require_one_label(config, task)
     vocabulary = getattr(config.text_config if tower else config, "vocab_size", None)
     return Checkpoint(architecture, known, _positions(config, source, tower=tower), labels, vocabulary)
 
 
 def load_processor(source: str, task: str) -> Any:
-    """Return the tokenizer of a model, or its image processor if the task reads images.
-
-    A task of recordings has a feature extractor, and one of speech a processor that has a tokenizer besides.
+    """Return the tokenizer of a model, or the image processor, feature extractor or speech processor that the task
+    needs.
 
     Raises:
         ConfigError: no task has this name.
@@ -193,11 +190,11 @@ def load_processor(source: str, task: str) -> Any:
     if tasks[task].reads == "audio":
         writers = {_CTC: "Wav2Vec2Processor", _SPEECH: "WhisperProcessor"}
         return load_audio_processor(source, writers.get(tasks[task].auto_class))
-    return load_tokenizer(source, goes_on=tasks[task].auto_class == _CAUSAL)
+    return load_tokenizer(source, causal=tasks[task].auto_class == _CAUSAL)
 
 
 def load_image_processor(source: str) -> Any:
-    """Return the image processor that comes with a model.
+    """Return the image processor of a model.
 
     Raises:
         TaskError: there is none.
@@ -211,7 +208,7 @@ def load_image_processor(source: str) -> Any:
 
 
 def load_audio_processor(source: str, writer: str | None) -> Any:
-    """Return the feature extractor that comes with a model."""
+    """Return the feature extractor of a model, or a processor of class ``writer`` with its tokenizer."""
     where = resolve_source(source)
     package = transformers_package()
     with explained(source, "feature extractor"):
@@ -219,17 +216,17 @@ def load_audio_processor(source: str, writer: str | None) -> Any:
         require_extractor(extractor)
     if writer is None:
         return extractor
-    # Not by AutoProcessor: where a language model comes with it, that needs packages of its own.
+    # AutoProcessor would need further packages for a checkpoint with a language model.
     return getattr(package, writer)(feature_extractor=extractor, tokenizer=load_tokenizer(source))
 
 
-def load_tokenizer(source: str, *, goes_on: bool = False) -> Any:
-    """Return the tokenizer that comes with a model.
+def load_tokenizer(source: str, *, causal: bool = False) -> Any:
+    """Return the tokenizer of a model.
 
     Args:
         source: see ``resolve_source``.
-        goes_on: whether the model reads a text from left to right, so that what fills a row after its end is not seen:
-            the end token does where there is no padding token.
+        causal: whether the model is causal, so that it does not see padding at the end: the end token may serve as
+            padding.
 
     Raises:
         TaskError: there is none, or it has no padding token.
@@ -238,7 +235,7 @@ def load_tokenizer(source: str, *, goes_on: bool = False) -> Any:
     where = resolve_source(source)
     with explained(source, "tokenizer"):
         tokenizer = transformers_package().AutoTokenizer.from_pretrained(where, **_NO_CODE)
-    if goes_on:
+    if causal:
         tokenizer.padding_side = "right"
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token_id is None:
@@ -246,18 +243,19 @@ def load_tokenizer(source: str, *, goes_on: bool = False) -> Any:
     return tokenizer
 
 
-def _refuse_code(source: str, file: str, told: dict[str, Any]) -> None:
-    """Raise if a checkpoint needs Python code that comes with it, which could do anything."""
-    if told.get("auto_map"):
+def _refuse_code(source: str, file: str, fields: dict[str, Any]) -> None:
+    """Raise if a checkpoint needs its own Python code, which is never run."""
+    if fields.get("auto_map"):
         raise TaskError(
-            f"model source {source!r}: its {file} has an auto_map, so it is read by Python code that comes with it, "
-            "which is never run here; name a checkpoint of an architecture that transformers has itself, or remove "
-            "auto_map where its own class reads this one, or load the model in Python and use Quantizer on it"
+            f"model source {source!r}: its {file} has an auto_map, so it needs its own Python code, which is never "
+            f"run. "
+            "Choose an architecture that transformers implements, or remove auto_map if transformers has its class, or "
+            "load the model in Python and use Quantizer"
         )
 
 
 def _positions(config: Any, source: str, *, tower: bool) -> int | None:
-    """Return the longest sequence of a model of this config, which is built to see where its positions begin."""
+    """Return the most tokens of a model with this config, which is built to see where its positions begin."""
     if tower:
         return int(config.text_config.max_position_embeddings)
     if getattr(config, "max_position_embeddings", None) is None:
@@ -268,7 +266,7 @@ def _positions(config: Any, source: str, *, tower: bool) -> int | None:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide the progress bar of transformers over weights, which would disturb that of a run."""
+    """Disable the progress bar of transformers in favor of the run's own."""
     logging: Any = transformers_package().utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

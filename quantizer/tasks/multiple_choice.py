@@ -1,8 +1,8 @@
-"""The batches of pairs of texts, such as a question and its context.
+"""The task ``multiple-choice``: the answer to a question among given choices, scored by accuracy.
 
-The task ``multiple-choice``: the answer to a question among some that are given, scored by accuracy.
+``PairInputs`` makes batches of pairs of texts, and is shared with question answering.
 
-Shapes: N rows, R pairs of a question and a choice, S tokens, C choices of the row with most.
+Shapes: N samples, R pairs of a question and a choice, S tokens, C choices of the sample with most.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import Choices, Row
+from quantizer.tasks.datasets.examples import Choices, Example
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.metrics import accuracy, kl_divergence, label_flips, sqnr_db
-from quantizer.tasks.task import Predictions, Progress, Run, Task, rows_of_kind, tasks
+from quantizer.tasks.task import Predictions, Progress, Run, Task, examples_of_kind, tasks
 
 
 class PairInputs(TextInputs):
-    """The batches of pairs of texts, of which the longer one is cut first; a subclass names its task."""
+    """Batches of pairs of texts, longer text truncated first; a subclass describes its task."""
 
-    wanted: ClassVar[str]
-    """The task, what it is for, and its data set, in words."""
+    requirement: ClassVar[str]
+    """The kind of samples that the task needs, as a sentence of an error."""
 
     def encoded(self, texts: Sequence[Any], **options: Any) -> Any:
         self.check(texts)
@@ -33,20 +33,20 @@ class PairInputs(TextInputs):
         return self.tokenizer(list(first), list(second), truncation="longest_first", **options)
 
     def check(self, texts: Sequence[Any]) -> None:
-        """Raise ``TaskError`` if a sample is a text alone."""
+        """Raise ``TaskError`` if a sample is a single text."""
         for text in texts:
             if isinstance(text, str):
-                raise TaskError(f"{text[:60]!r} is a text alone, and {self.wanted}")
+                raise TaskError(f"{text[:60]!r} is a single text, and {self.requirement}")
 
 
 _NO_CHOICE = -1e9
-"""The logit of a choice that a row does not have, which has no share in a softmax."""
+"""The logit of a missing choice, whose softmax is 0."""
 
 
 class ChoiceScorer(torch.nn.Module):
-    """A model of multiple choice that reads pairs of a question and a choice [R x S], and gives their scores [R x 1].
+    """A multiple-choice model that reads pairs of a question and a choice [R x S], and returns their scores [R x 1].
 
-    The model itself reads all choices of a row at once, [N x C x S], only to put them one after the other.
+    The model itself reads all choices of a sample at once [N x C x S], and flattens them to pairs.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -60,14 +60,14 @@ class ChoiceScorer(torch.nn.Module):
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
     ) -> Any:
-        """Return the model's output for rows of one choice each."""
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        return self.model(**{name: value.unsqueeze(1) for name, value in given.items() if value is not None})
+        """Return the model's output for samples of one choice each."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        return self.model(**{name: value.unsqueeze(1) for name, value in inputs.items() if value is not None})
 
 
 @tasks.add("multiple-choice")
 class MultipleChoice(Task):
-    """Questions with choices to logits [N x C], NaN where a row has fewer, to the place of the largest."""
+    """Questions to logits of their choices [N x C], padded with NaN, to the index of the largest."""
 
     name = "multiple-choice"
     auto_class = "AutoModelForMultipleChoice"
@@ -83,24 +83,26 @@ class MultipleChoice(Task):
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
         return _ChoiceInputs(model, processor, max_length=max_length, min_length=min_length)
 
-    def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        """Return the pairs [R] of all rows: of a question and a choice, or of a context and the question with one."""
+    def samples(self, examples: Sequence[Example]) -> list[Sample]:
+        """Return the pairs [R] of all examples: question and choice, or context and question with choice."""
         return [
-            (row.context, f"{row.question} {choice}".strip()) if row.context else (row.question, choice)
-            for row in rows_of_kind(rows, Choices, self.name)
-            for choice in row.choices
+            (example.context, f"{example.question} {choice}".strip()) if example.context else (example.question, choice)
+            for example in examples_of_kind(examples, Choices, self.name)
+            for choice in example.choices
         ]
 
-    def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        return np.array([row.label for row in rows_of_kind(rows, Choices, self.name)], dtype=np.int64)
+    def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
+        return np.array([example.label for example in examples_of_kind(examples, Choices, self.name)], dtype=np.int64)
 
-    def outputs(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> npt.NDArray[np.float32]:
-        """Return the logits of each row's choices [N x C]; see ``predict``."""
-        scores = super().outputs(run, rows, progress)[:, 0]
-        counts = [len(row.choices) for row in rows_of_kind(rows, Choices, self.name)]
-        found = np.full((len(rows), max(counts)), np.nan, dtype=np.float32)
-        found[np.arange(max(counts)) < np.array(counts)[:, None]] = scores
-        return found
+    def outputs(
+        self, run: Run, examples: Sequence[Example], progress: Progress | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Return the logits of each sample's choices [N x C], padded with NaN; see ``predict``."""
+        scores = super().outputs(run, examples, progress)[:, 0]
+        counts = [len(example.choices) for example in examples_of_kind(examples, Choices, self.name)]
+        logits = np.full((len(examples), max(counts)), np.nan, dtype=np.float32)
+        logits[np.arange(max(counts)) < np.array(counts)[:, None]] = scores
+        return logits
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the scores of pairs [R x 1] unchanged."""
@@ -116,7 +118,7 @@ class MultipleChoice(Task):
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         """Return the share of changed answers, the KL divergence from the float model in nats, the logits' SQNR."""
-        both = [np.nan_to_num(one.outputs, nan=_NO_CHOICE) for one in (float_predictions, other)]
+        both = [np.nan_to_num(model.outputs, nan=_NO_CHOICE) for model in (float_predictions, other)]
         own = ~np.isnan(float_predictions.outputs)
         return {
             "label_flips": label_flips(float_predictions.decisions, other.decisions),
@@ -126,4 +128,4 @@ class MultipleChoice(Task):
 
 
 class _ChoiceInputs(PairInputs):
-    wanted = "task 'multiple-choice' is for questions with choices: use a data set of them, like 'choices-jsonl'"
+    requirement = "task 'multiple-choice' is for questions with choices: use a data set of them, like 'choices-jsonl'"

@@ -1,10 +1,6 @@
-"""Outputs of a model, a proxy or an engine, as one float32 tensor.
+"""Outputs of models and engines as float32 tensors, per sample or per token, and the pooling of sentence embeddings.
 
-The embedding of a sentence from the values of its tokens, as sentence-transformers computes it.
-
-Shapes: B sequences in a batch, S tokens, D width of a token, E width of an embedding.
-
-The outputs and decisions of tokens, without the padding of their batches.
+Shapes: B sequences in a batch, S tokens, D width of a token, E width of an embedding, N samples.
 """
 
 from __future__ import annotations
@@ -35,13 +31,13 @@ def first_output(result: object, name: str, place: int = 0) -> torch.Tensor:
     """Return the named output, as a float32 tensor on the CPU.
 
     Args:
-        result: a mapping of names to tensors or arrays (a transformers ``ModelOutput`` is one), a tuple or list, or
-            one tensor or array.
-        name: the output wanted ("last_hidden_state", "logits").
-        place: a mapping without this name gives the entry at this place, a tuple its element there.
+        result: a mapping of names to tensors or arrays (a transformers ``ModelOutput`` is one), a tuple or list, or one
+            tensor or array.
+        name: the output ("last_hidden_state", "logits").
+        place: the index of the output in a tuple, or in a mapping without this name.
 
     Raises:
-        TaskError: there is no tensor or array to take.
+        TaskError: there is no such tensor or array.
     """
     value: object = result
     fields = fields_of(result)
@@ -55,33 +51,33 @@ def first_output(result: object, name: str, place: int = 0) -> torch.Tensor:
         # NumPy converts to float32, because torch cannot read its bfloat16 extension type.
         return torch.from_numpy(np.array(value, dtype=np.float32))
     raise TaskError(
-        f"the model gave {type(result).__name__}, in which there is no tensor or array for {name!r}: expected a "
+        f"the model returned {type(result).__name__} without a tensor or array for {name!r}: expected a "
         f"mapping, a tuple or a tensor"
     )
 
 
 def dealt(chunks: Iterable[Chunk]) -> Iterator[tuple[int, Chunk]]:
-    """Yield those chunks that this process runs, each with its number, from 1."""
+    """Yield the chunks of this process, each with its number, from 1."""
     return ((number, chunk) for number, chunk in enumerate(chunks, start=1) if is_mine(number - 1))
 
 
-def of_all_ranks(rows: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the rows of all processes, each of which has some of them; all processes must call this."""
+def of_all_ranks(outputs: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the outputs of the samples of all processes; all processes must call this."""
     if get_world_size() == 1:
-        return dict(rows)
-    mine = save({str(at): row.clone(memory_format=torch.contiguous_format) for at, row in rows.items()})
-    return {int(at): row for told in all_gather_bytes(mine) for at, row in load(told).items()}
+        return dict(outputs)
+    mine = save({str(at): output.clone(memory_format=torch.contiguous_format) for at, output in outputs.items()})
+    return {int(at): output for data in all_gather_bytes(mine) for at, output in load(data).items()}
 
 
-def stacked(rows: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-    """Return rows as one array; those that are shorter along their first axis end in NaN."""
-    if all(row.shape == rows[0].shape for row in rows):
-        return np.stack(rows)
-    longest = max(len(row) for row in rows)
-    whole = np.full((len(rows), longest, *rows[0].shape[1:]), np.nan, dtype=np.float32)
-    for at, row in enumerate(rows):
-        whole[at, : row.shape[0]] = row
-    return whole
+def stacked(outputs: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    """Return outputs as one array, padded with NaN along their first axis."""
+    if all(output.shape == outputs[0].shape for output in outputs):
+        return np.stack(outputs)
+    longest = max(len(output) for output in outputs)
+    padded = np.full((len(outputs), longest, *outputs[0].shape[1:]), np.nan, dtype=np.float32)
+    for at, output in enumerate(outputs):
+        padded[at, : output.shape[0]] = output
+    return padded
 
 
 SIMILARITIES = ("cosine", "dot")
@@ -129,18 +125,18 @@ MODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "weightedmean": _later_weighs_more,
     "lasttoken": _last,
 }
-"""From the values of tokens [B x S x D] and their mask [B x S] to [B x D], by the names of sentence-transformers."""
+"""Functions of hidden states [B x S x D] and their mask [B x S] to [B x D], by the names of sentence-transformers."""
 
 
 @dataclass(frozen=True)
 class SentencePooling:
-    """The way in which the embedding of a sentence is made, and two of them are compared.
+    """The pooling of a model of sentence embeddings, as sentence-transformers defines it.
 
     Attributes:
         modes: names in ``MODES``; several are joined to one embedding.
         normalize: whether embeddings are scaled to length 1.
         similarity: "cosine" or "dot".
-        prompt: what stands before each text.
+        prompt: the text in front of each sentence.
     """
 
     modes: tuple[str, ...]
@@ -160,34 +156,34 @@ class SentencePooling:
 
 
 MEAN = SentencePooling(("mean",), normalize=True)
-"""The pooling of a model whose folder says nothing of it."""
+"""The default pooling."""
 
 
 def per_token(output: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
-    """Return the values of each row's own tokens, B tensors [S x ...], of values [B x S x ...]."""
+    """Return B tensors [S x ...] without padding, from values [B x S x ...]."""
     ids = batch["input_ids"]
     if output.shape[:2] != ids.shape:
         raise TaskError(
             f"the model's output has the shape {tuple(output.shape)}, expected [batch, sequence, ...] with batch and "
-            f"sequence {tuple(ids.shape)}: is there a value for each token?"
+            f"sequence {tuple(ids.shape)}: does the model return one value per token?"
         )
     mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    return [row[own] for row, own in zip(output, mask, strict=True)]
+    return [values[own] for values, own in zip(output, mask, strict=True)]
 
 
 def is_token(outputs: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Return which places of outputs [N x S x ...] belong to a token [N x S], and are not filled with NaN."""
+    """Return a mask [N x S] of the tokens in outputs [N x S x ...], whose padding is NaN."""
     found = ~np.isnan(outputs)
     return np.asarray(found.reshape(*found.shape[:2], -1).all(axis=-1))
 
 
 def whole_numbers(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Return values [N x S] as integers; -1 where there is no token."""
+    """Return values [N x S] as integers, NaN as -1."""
     return np.where(np.isnan(values), -1, values).astype(np.int64)
 
 
 def flips(reference: Predictions, other: Predictions, among: npt.NDArray[Any]) -> float:
-    """Return the share of the tokens ``among`` [N x S] for which two models decide differently."""
+    """Return the share of the tokens in a mask [N x S] for which two models decide differently."""
     if reference.decisions.shape != other.decisions.shape:
         return label_flips(reference.decisions, other.decisions)
     return label_flips(reference.decisions[among], other.decisions[among])

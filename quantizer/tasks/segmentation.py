@@ -1,8 +1,6 @@
-"""The task ``semantic-segmentation``, and values of each place of an image at another size.
+"""The task ``semantic-segmentation``: the class of each pixel, scored by mean intersection over union (mIoU).
 
-Shapes: H and W the height and width that there are, h and w those that are wanted.
-
-Shapes: N rows, B rows of a batch, C classes, h and w the height and width of the logits.
+Shapes: N samples, B samples in a batch, C classes, h and w the height and width of the logits, H and W those of a mask.
 """
 
 from __future__ import annotations
@@ -16,31 +14,31 @@ import torch
 
 from quantizer.errors import TaskError
 from quantizer.tasks.classification import class_names
-from quantizer.tasks.datasets.rows import Masked, Row
+from quantizer.tasks.datasets.examples import Example, Masked
 from quantizer.tasks.image_inputs import ImageInputs, read_image, read_mask
 from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.metrics import label_flips
-from quantizer.tasks.task import CountedTask, Predictions, rows_of_kind, tasks
+from quantizer.tasks.task import CountedTask, Predictions, examples_of_kind, tasks
 
 
 def at_size(values: npt.NDArray[Any], size: tuple[int, ...]) -> npt.NDArray[np.float64]:
-    """Return values [H x W] at a size [h x w], each place by the nearest one."""
-    given = torch.from_numpy(values)[None, None].double()
-    # "nearest" takes the place at the upper left, as the resizing of most models does not.
-    found = torch.nn.functional.interpolate(given, size=size, mode="nearest-exact")
-    return np.asarray(found[0, 0].numpy())
+    """Return values [H x W] resized to [h x w] by their nearest value."""
+    tensor = torch.from_numpy(values)[None, None].double()
+    # "nearest" would take the upper left value, unlike the resizing of most models.
+    resized = torch.nn.functional.interpolate(tensor, size=size, mode="nearest-exact")
+    return np.asarray(resized[0, 0].numpy())
 
 
 _IGNORED = 255
-"""The class of places that count nowhere, in masks and in image processors of transformers."""
+"""The class of ignored pixels, in masks and in image processors of transformers."""
 
 
 @tasks.add("semantic-segmentation")
 class SemanticSegmentation(CountedTask):
-    """Images to the class of each place [N x h x w], scored by mean intersection over union (mIoU).
+    """Images to the class of each pixel [N x h x w], scored by mean intersection over union (mIoU).
 
-    The score is taken at the size of the logits: a mask is brought there as the image is, by the image processor, and
-    then by the nearest of its places. It differs from scores at the size of the images, and does so alike for all.
+    The score is computed at the size of the logits: the image processor resizes a mask like its image, and the nearest
+    value is taken. It differs from scores at the size of the images, equally for all models.
     """
 
     name = "semantic-segmentation"
@@ -55,68 +53,68 @@ class SemanticSegmentation(CountedTask):
         self._processor = processor
         return ImageInputs(model, processor)
 
-    def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        return [row.path for row in rows_of_kind(rows, Masked, self.name)]
+    def samples(self, examples: Sequence[Example]) -> list[Sample]:
+        return [example.path for example in examples_of_kind(examples, Masked, self.name)]
 
-    def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the masks of rows [N], each [H x W] at the size of the processed image."""
-        found = np.empty(len(rows), dtype=object)
-        for at, row in enumerate(rows_of_kind(rows, Masked, self.name)):
-            found[at] = self._mask(row)
-        return found
+    def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
+        """Return the masks of samples [N], each [H x W] at the size of the processed image."""
+        masks = np.empty(len(examples), dtype=object)
+        for at, example in enumerate(examples_of_kind(examples, Masked, self.name)):
+            masks[at] = self._mask(example)
+        return masks
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
         if output.dim() != 4:
             raise TaskError(
                 f"the model's output has the shape {tuple(output.shape)}, expected logits [batch, classes, height, "
-                "width]: does it tell a class for each place?"
+                "width]: does it predict a class for each pixel?"
             )
         return output.argmax(dim=1).float()
 
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
         return outputs.astype(np.int64)
 
-    def counts(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[np.float64]:
-        """Return for each class the places that are said and true, and those that are either [N x 2C]."""
-        found = []
-        for said, mask in zip(predictions.decisions, self.targets(rows), strict=True):
-            true = at_size(mask, said.shape).astype(np.int64)
-            pairs = self._classes * true[true != _IGNORED] + said[true != _IGNORED]
+    def counts(self, predictions: Predictions, examples: Sequence[Example]) -> npt.NDArray[np.float64]:
+        """Return the pixels in the intersection and in the union of each class [N x 2C]."""
+        counts = []
+        for predicted, mask in zip(predictions.decisions, self.targets(examples), strict=True):
+            true = at_size(mask, predicted.shape).astype(np.int64)
+            pairs = self._classes * true[true != _IGNORED] + predicted[true != _IGNORED]
             both = np.bincount(pairs, minlength=self._classes**2).reshape(self._classes, self._classes)
             right = np.diag(both)
-            found.append(np.concatenate([right, both.sum(axis=0) + both.sum(axis=1) - right]))
-        return np.array(found, dtype=np.float64)
+            counts.append(np.concatenate([right, both.sum(axis=0) + both.sum(axis=1) - right]))
+        return np.array(counts, dtype=np.float64)
 
     def ratio(self, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the mean over the classes that are said or true somewhere; 0 if there are none."""
+        """Return the mean IoU over all classes predicted or true somewhere; 0 without any."""
         right, either = sums[..., : self._classes], sums[..., self._classes :]
-        there = either > 0
-        shares = np.divide(right, either, out=np.zeros_like(right), where=there)
-        return np.asarray(shares.sum(axis=-1) / np.maximum(there.sum(axis=-1), 1))
+        present = either > 0
+        shares = np.divide(right, either, out=np.zeros_like(right), where=present)
+        return np.asarray(shares.sum(axis=-1) / np.maximum(present.sum(axis=-1), 1))
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
-        """Return the share of places whose class differs."""
+        """Return the share of pixels whose class differs."""
         return {"label_flips": label_flips(float_predictions.decisions, other.decisions)}
 
-    def _mask(self, row: Masked) -> npt.NDArray[np.int64]:
-        image, mask = read_image(row.path), read_mask(row.mask)
+    def _mask(self, example: Masked) -> npt.NDArray[np.int64]:
+        image, mask = read_image(example.path), read_mask(example.mask)
         if mask.shape != (image.height, image.width):
             raise TaskError(
-                f"{row.mask} has {mask.shape[1]} x {mask.shape[0]} pixels, its image {image.width} x {image.height}: "
-                "expected a class number for each pixel"
+                f"{example.mask} has {mask.shape[1]} x {mask.shape[0]} pixels, and its image has "
+                f"{image.width} x {image.height}: expected a class number for each pixel"
             )
         try:
-            made = self._processor(image, segmentation_maps=mask, return_tensors="np")["labels"][0]
+            resized = self._processor(image, segmentation_maps=mask, return_tensors="np")["labels"][0]
         except (KeyError, TypeError, ValueError) as error:
             raise TaskError(
-                f"{type(self._processor).__name__} brings no masks to the size of its images ({error}): score this "
-                "model with a metric of your own, by Quantizer"
+                f"{type(self._processor).__name__} cannot resize masks ({error}): quantize this model with Quantizer, "
+                "and score it with your own metric"
             ) from error
-        classes = np.asarray(made).astype(np.int64)
+        classes = np.asarray(resized).astype(np.int64)
         highest = int(classes[classes != _IGNORED].max(initial=0))
         if highest >= self._classes:
             raise TaskError(
-                f"{row.mask} holds class {highest}, but the model has {self._classes} classes (0 to "
-                f"{self._classes - 1}; {_IGNORED} counts nowhere)"
+                f"{example.mask} holds class {highest}, but the model has {self._classes} classes (0 to "
+                f"{self._classes - 1}; {_IGNORED} is ignored)"
             )
         return classes

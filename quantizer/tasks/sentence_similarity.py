@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantizer.tasks.datasets.rows import Pair, Row
+from quantizer.tasks.datasets.examples import Example, Pair
 from quantizer.tasks.inputs import Batch, Inputs, Sample
 from quantizer.tasks.metrics import mean_cosine, spearman, sqnr_db
 from quantizer.tasks.outputs import MEAN, first_output
-from quantizer.tasks.task import Predictions, Task, rows_of_kind, tasks
+from quantizer.tasks.task import Predictions, Task, examples_of_kind, tasks
 from quantizer.tasks.zero_shot import EMBEDDING, TextTower, has_text_tower
 
 
@@ -21,8 +21,8 @@ from quantizer.tasks.zero_shot import EMBEDDING, TextTower, has_text_tower
 class SentenceSimilarity(Task):
     """Pairs to embeddings [2N x D], to cosines [N], scored by Spearman's correlation with the pairs' scores.
 
-    Embeddings are made as the folder of the model says: by its pooling, normalization, prompt and similarity. Of a
-    model of images and texts it is the text tower, which makes them itself.
+    Pooling, normalization, prompt and similarity are those of the model's folder. For models of images and texts, the
+    text tower computes the embeddings.
     """
 
     name = "sentence-similarity"
@@ -43,15 +43,15 @@ class SentenceSimilarity(Task):
         self._tower = isinstance(model, TextTower)
         return super().make_inputs(model, processor, max_length, min_length)
 
-    def samples(self, rows: Sequence[Row]) -> list[Sample]:
+    def samples(self, examples: Sequence[Example]) -> list[Sample]:
         return [
             f"{self._pooling.prompt}{text}"
-            for row in rows_of_kind(rows, Pair, self.name)
-            for text in (row.first, row.second)
+            for example in examples_of_kind(examples, Pair, self.name)
+            for text in (example.first, example.second)
         ]
 
-    def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        return np.array([row.score for row in rows_of_kind(rows, Pair, self.name)], dtype=np.float64)
+    def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
+        return np.array([example.score for example in examples_of_kind(examples, Pair, self.name)], dtype=np.float64)
 
     def collect(self, result: object, batch: Batch) -> Sequence[torch.Tensor]:
         return list(first_output(result, EMBEDDING)) if self._tower else super().collect(result, batch)

@@ -1,8 +1,9 @@
-"""Tasks, and the check that rows are of the kind that one needs.
+"""``Task``, the base class of tasks: from the examples of a data set to a model's decisions and their score.
 
-Shapes: N rows, B samples in a batch, S tokens, D width of an embedding, C classes.
+``JudgedTask`` is for scores with a slow comparison per sample, ``CountedTask`` for ratios of sums, such as F1.
 
-Shapes: N rows, R resamples, K counts of a row.
+Shapes: N samples, B samples in a batch, S tokens, D width of an embedding, C classes, R resamples, K counts of a
+sample.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import MissingDependencyError, TaskError
-from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.examples import Example
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.metrics import bootstrap_interval, resampled_scores
 from quantizer.tasks.outputs import dealt, first_output, of_all_ranks, stacked
@@ -45,16 +46,16 @@ DATASETS = {
 }
 
 
-def rows_of_kind(rows: Sequence[Row], kind: type[Kind], task: str) -> list[Kind]:
-    """Return the rows as a list of one kind."""
+def examples_of_kind(examples: Sequence[Example], kind: type[Kind], task: str) -> list[Kind]:
+    """Return examples as a list of one kind; raise ``TaskError`` for any other kind."""
     checked: list[Kind] = []
-    for row in rows:
-        if not isinstance(row, kind):
+    for example in examples:
+        if not isinstance(example, kind):
             raise TaskError(
-                f"task {task!r} needs rows of kind {kind.__name__}, got {type(row).__name__}: use a data set of such "
-                f"rows, like {DATASETS[kind.__name__]}"
+                f"task {task!r} needs samples of kind {kind.__name__}, got {type(example).__name__}: use a data set of "
+                f"such samples, like {DATASETS[kind.__name__]}"
             )
-        checked.append(row)
+        checked.append(example)
     return checked
 
 
@@ -64,16 +65,16 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called after each batch with (batches done, batches in all)."""
 
 
-# By identity, so that what is computed of predictions can be kept beside them: arrays have no hash.
+# eq=False: hashed by identity, as keys of caches.
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """The outputs of one model for some rows.
+    """Outputs and decisions of one model for N samples.
 
     Attributes:
-        outputs: embeddings [N x D], or logits [N x C]; for pairs [2N x D], each row's two texts one after the other;
-            where rows have tokens, [N x S x ...] with NaN after the last token of a row.
-        decisions: one per row [N]: the cosine of a pair (float64), or a label (int64); or one per token [N x S], with
-            -1 after the last.
+        outputs: embeddings [N x D], or logits [N x C]; for pairs [2N x D], both texts of a pair one after the other;
+            for tokens [N x S x ...], padded with NaN.
+        decisions: one per sample [N]: the cosine of a pair (float64), or a label (int64); or one per token [N x S],
+            padded with -1.
     """
 
     outputs: npt.NDArray[np.float32]
@@ -81,19 +82,19 @@ class Predictions:
 
 
 class Task(ABC):
-    """The use of a model: from the rows of a data set to decisions and a score.
+    """The use of a model: from the examples of a data set to decisions and a score.
 
-    A subclass names its model class, output and metric, and defines how rows become samples, how a batch's output
-    becomes rows of ``Predictions.outputs``, and which decisions follow from them.
+    A subclass names its model class, output and metric. It defines how examples become model inputs, how a batch's
+    output becomes ``Predictions.outputs``, and which decisions follow from them.
 
     Args:
         model: the float model, from which inputs are derived; an image model is run once. No reference is kept.
         processor: a transformers tokenizer, an image processor if the task reads images, a feature extractor if it
             reads recordings, or a processor that has both an extractor and a tokenizer.
         max_length: longer texts are cut to this many tokens.
-        batch_size: samples in a batch (a pair is two).
-        min_length: shorter batches are padded to this many tokens, for engines that have a lower limit.
-        seconds: the length to which recordings are cut or filled; None: that of the feature extractor, or 10.
+        batch_size: samples in a batch; a pair counts as two.
+        min_length: shorter batches are padded to this many tokens, for engines with a lower limit.
+        seconds: the length to which recordings are cut or padded; None: that of the feature extractor, or 10.
 
     Raises:
         TaskError: the lengths or the batch size are out of bounds, or the model does not fit the task.
@@ -109,19 +110,19 @@ class Task(ABC):
     metric_name: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ()
-    """The modules that the score needs besides NumPy, all in the extra ``hf``."""
-    labels: ClassVar[Literal["row", "part"] | None] = None
-    """What the class names in the model's config are for: a whole row, its tokens or pixels, or nothing."""
+    """Modules that the score imports, all in the extra ``hf``."""
+    labels: ClassVar[Literal["example", "part"] | None] = None
+    """The unit that gets a class of the model's config: an example, its tokens or pixels (part), or None."""
     gives_vocabulary: ClassVar[bool] = False
-    """Whether the output has a value for each token of the vocabulary at each place, which makes it large."""
+    """Whether the output has one value per token of the vocabulary and position, which makes it large."""
     names_labels: ClassVar[bool] = False
-    """Whether the labels are those of the request, and not the model's own."""
+    """Whether the configuration names the labels, instead of the model."""
     takes_text_tower: ClassVar[bool] = False
-    """Whether it takes the text tower of a model of images and texts, too."""
+    """Whether the text tower of a model of images and texts also fits."""
     in_parts: ClassVar[bool] = False
-    """Whether a model becomes several engines, which write text together."""
+    """Whether a model becomes several engines that generate text together."""
     split = False
-    """Whether processes give ``predict`` the same rows, and each runs its part of the batches."""
+    """Whether several processes share the batches of ``predict``."""
     needs_head: ClassVar[bool] = False
     """Whether ``fit_head`` must be called before ``predict``."""
 
@@ -144,18 +145,18 @@ class Task(ABC):
         self.inputs: Inputs = self.make_inputs(model, processor, max_length, min_length)
         self.batch_size = batch_size
 
-    # What a subclass defines
+    # Methods that a subclass defines
 
     @classmethod
     def module_of(
         cls, model: torch.nn.Module, tokenizer: Any = None, texts: Mapping[str, str] | None = None
     ) -> torch.nn.Module:
-        """Return what an engine computes of a checkpoint's model: all of it, unless a subclass says otherwise.
+        """Return the module that an engine computes: the whole model of a checkpoint, unless a subclass overrides it.
 
         Args:
             model: the model of ``auto_class``.
             tokenizer: its tokenizer; None unless ``names_labels``.
-            texts: the text of each label that the request names; None unless ``names_labels``.
+            texts: the text of each label in the configuration; None unless ``names_labels``.
 
         Raises:
             TaskError: the model does not fit.
@@ -163,19 +164,19 @@ class Task(ABC):
         return model
 
     @abstractmethod
-    def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        """Return the samples of rows, in the order of ``Predictions.outputs``.
+    def samples(self, examples: Sequence[Example]) -> list[Sample]:
+        """Return the model inputs of examples, in the order of ``Predictions.outputs``.
 
         Raises:
-            TaskError: a row is of another kind.
+            TaskError: an example is of another kind.
         """
 
     @abstractmethod
-    def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
+    def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
         """Return the targets [N] that decisions are compared with."""
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return a batch's rows of ``Predictions.outputs`` [B x ...] from the model's output."""
+        """Return the entries of ``Predictions.outputs`` [B x ...] for a batch, from the named output."""
         raise NotImplementedError(f"{type(self).__name__} defines neither represent() nor collect()")
 
     @abstractmethod
@@ -188,69 +189,72 @@ class Task(ABC):
 
     @abstractmethod
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
-        """Return figures that compare a model with the float model on the same rows, by name."""
+        """Return figures, by name, that compare a model with the float model on the same samples."""
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
-        """Return the object that makes batches: of texts, unless a subclass reads something else."""
+        """Return the object that makes batches; the default makes batches of texts."""
         return TextInputs(model, processor, max_length=max_length, min_length=min_length)
 
     def collect(self, result: object, batch: Batch) -> Sequence[torch.Tensor]:
-        """Return a batch's rows of ``Predictions.outputs``, each by itself, from all that the model gave.
+        """Return the entries of ``Predictions.outputs`` for a batch, one tensor per sample, from all outputs.
 
-        A task of several outputs, or of rows that differ in length, defines this one and not ``represent``.
+        Override this instead of ``represent`` if the task has several outputs, or samples of different lengths.
         """
         return list(self.represent(first_output(result, self.output_name), batch))
 
     def answer(self, run: Run, batch: Batch) -> Sequence[torch.Tensor]:
-        """Return a batch's rows of ``Predictions.outputs``; a task whose model is called more than once defines it."""
+        """Return the entries of ``Predictions.outputs`` for a batch; override it to call the model several times."""
         return self.collect(run(batch), batch)
 
-    # What all tasks share
+    # Methods that all tasks share
 
-    def batches(self, rows: Sequence[Row], limit: int | None = None) -> list[Batch]:
-        """Return rows as batches, in their own order; a batch of texts [B x S] is padded to its longest.
+    def batches(self, examples: Sequence[Example], limit: int | None = None) -> list[Batch]:
+        """Return examples as batches, in their own order; a batch of texts [B x S] is padded to its longest.
 
         Args:
-            rows: rows of the kind that the task needs.
-            limit: at most this many batches.
+            examples: examples of the kind that the task needs.
+            limit: the most batches.
         """
-        return self.sample_batches(self._samples(rows), limit)
+        return self.sample_batches(self._samples(examples), limit)
 
     def sample_batches(self, samples: Sequence[Sample], limit: int | None = None) -> list[Batch]:
-        """Return samples as batches, like ``batches``; they need not come from a data set."""
+        """Return model inputs as batches, like ``batches``."""
         starts = range(0, len(samples), self.batch_size)[:limit]
         return [self.inputs.batch(samples[start : start + self.batch_size]) for start in starts]
 
-    def all_samples(self, mixed: Sequence[Row | Sample]) -> list[Sample]:
-        """Return the samples of rows, after those values that are samples already.
+    def all_samples(self, mixed: Sequence[Example | Sample]) -> list[Sample]:
+        """Return the model inputs of texts and paths, then of examples.
 
         Raises:
-            TaskError: a row is of another kind.
+            TaskError: an example is of another kind.
         """
-        given = [one for one in mixed if isinstance(one, str | Path | tuple)]
-        return given + self.samples([one for one in mixed if not isinstance(one, str | Path | tuple)])
+        samples = [entry for entry in mixed if isinstance(entry, str | Path | tuple)]
+        return samples + self.samples([entry for entry in mixed if not isinstance(entry, str | Path | tuple)])
 
-    def predict(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> Predictions:
-        """Return the outputs and decisions of a model for all rows, in the order of the rows.
+    def predict(self, run: Run, examples: Sequence[Example], progress: Progress | None = None) -> Predictions:
+        """Return the outputs and decisions of a model for all examples, in their order.
 
         Texts of similar length share a batch, which saves padding. Gradients are not recorded, and the model's mode
         does not change.
 
         Raises:
-            TaskError: a row is of another kind, an output has a wrong shape or is not finite, or the head is missing.
+            TaskError: an example is of another kind, an output has a wrong shape or is not finite, or the head is
+                missing.
         """
-        return self.predictions(self.outputs(run, rows, progress))
+        return self.predictions(self.outputs(run, examples, progress))
 
     def predictions(self, outputs: npt.NDArray[np.float32]) -> Predictions:
-        """Return ``Predictions`` of outputs that are computed already."""
+        """Return ``Predictions`` from computed outputs."""
         decisions = self.decide(outputs)
         if not isinstance(decisions, np.ndarray):
             raise TaskError(f"task {self.name!r}: decide() returned {_kind(decisions)}; expected an array [N]")
         return Predictions(outputs, decisions)
 
-    def outputs(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> npt.NDArray[np.float32]:
-        """Return ``Predictions.outputs`` for all rows; see ``predict``."""
-        samples = self._samples(rows)
+    def outputs(
+        self, run: Run, examples: Sequence[Example], progress: Progress | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Return ``Predictions.outputs`` for all examples; see ``predict``."""
+        samples = self._samples(examples)
         order = self.inputs.order(samples)
         chunks = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         collected: dict[int, torch.Tensor] = {}
@@ -260,64 +264,71 @@ class Task(ABC):
                 result = self.answer(run, batch)
             if len(result) != len(chunk):
                 raise TaskError(
-                    f"the model gave {len(result)} outputs for a batch of {len(chunk)} {self.reads}s, as task "
-                    f"{self.name!r} reads them"
+                    f"the model returned {len(result)} outputs for a batch of {len(chunk)} {self.reads}s in "
+                    f"task {self.name!r}; expected one each"
                 )
-            if not all(bool(torch.isfinite(row).all()) for row in result):
+            if not all(bool(torch.isfinite(output).all()) for output in result):
                 raise TaskError(
                     f"the model's {self.output_name!r} holds NaN or infinite values for batch {done} of {len(chunks)}: "
-                    f"the model or engine is broken, or its type cannot hold the values"
+                    f"the model or engine is broken, or its data type overflows"
                 )
             collected.update(zip(chunk, result, strict=True))
             if progress is not None:
                 progress(done, len(chunks))
-        whole = of_all_ranks(collected) if self.split else collected
-        return stacked([whole[at].numpy() for at in range(len(samples))])
+        outputs = of_all_ranks(collected) if self.split else collected
+        return stacked([outputs[at].numpy() for at in range(len(samples))])
 
-    def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:
-        """Fit the head that turns embeddings into labels; a task without one raises ``TaskError``."""
-        raise TaskError(f"task {self.name!r} has no head to fit: leave out the rows for it")
+    def fit_head(self, run_float: Run, examples: Sequence[Example], progress: Progress | None = None) -> None:
+        """Fit the head that turns embeddings into labels; a task without a head raises ``TaskError``."""
+        raise TaskError(f"task {self.name!r} has no head to fit: remove data.head")
 
-    def score(self, predictions: Predictions, rows: Sequence[Row]) -> float:
-        """Return the task's metric for predictions on ``rows``."""
-        value = self.metric(*self.judged(predictions, rows))
+    def score(self, predictions: Predictions, examples: Sequence[Example]) -> float:
+        """Return the task's metric for predictions on ``examples``."""
+        value = self.metric(*self.judged(predictions, examples))
         if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
             raise TaskError(f"task {self.name!r}: metric() returned {_kind(value)}; expected one number for arrays [N]")
         return float(value)
 
     def difference_interval(
-        self, float_predictions: Predictions, other: Predictions, rows: Sequence[Row], n: int = 1000, seed: int = 0
+        self,
+        float_predictions: Predictions,
+        other: Predictions,
+        examples: Sequence[Example],
+        n: int = 1000,
+        seed: int = 0,
     ) -> tuple[float, float]:
-        """Return the 95% bootstrap interval of ``score(other) - score(float)``, rows resampled in pairs."""
-        reference, targets = self.judged(float_predictions, rows)
-        return bootstrap_interval(self.metric, reference, self.judged(other, rows)[0], targets, n, seed)
+        """Return the 95% bootstrap interval of ``score(other) - score(float)``, with samples resampled in pairs."""
+        reference, targets = self.judged(float_predictions, examples)
+        return bootstrap_interval(self.metric, reference, self.judged(other, examples)[0], targets, n, seed)
 
     def resampled(
-        self, predictions: Predictions, rows: Sequence[Row], n: int = 1000, seed: int = 0
+        self, predictions: Predictions, examples: Sequence[Example], n: int = 1000, seed: int = 0
     ) -> tuple[float, ...]:
-        """Return the scores of bootstrap resamples, which are the same for all predictions on the same rows."""
-        return tuple(map(float, resampled_scores(self.metric, *self.judged(predictions, rows), n, seed)))
+        """Return the scores of n bootstrap resamples; one seed draws the same samples for all predictions."""
+        return tuple(map(float, resampled_scores(self.metric, *self.judged(predictions, examples), n, seed)))
 
-    def judged(self, predictions: Predictions, rows: Sequence[Row]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return what ``metric`` takes: for each row, what was decided and what is right.
+    def judged(
+        self, predictions: Predictions, examples: Sequence[Example]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return the two arguments of ``metric``: the decision and the target of each sample.
 
         Raises:
             TaskError: the predictions are of other samples.
         """
-        require_rows(predictions, rows)
-        targets = self.targets(rows)
-        if len(targets) != len(rows):
-            raise TaskError(f"task {self.name!r}: targets() returned {len(targets)} for {len(rows)} rows")
+        require_one_prediction_each(predictions, examples)
+        targets = self.targets(examples)
+        if len(targets) != len(examples):
+            raise TaskError(f"task {self.name!r}: targets() returned {len(targets)} for {len(examples)} samples")
         return predictions.decisions, targets
 
     @property
     def sizes(self) -> DataSizes | None:
-        """None: the open axes are those that the inputs of a task have."""
+        """None: the dynamic axes follow from the inputs."""
         return None
 
     @property
-    def rows_apart(self) -> bool:
-        """True: a model of a task computes each row of a batch for itself."""
+    def samples_independent(self) -> bool:
+        """True: the models of tasks compute each sample of a batch independently."""
         return True
 
     @property
@@ -325,13 +336,13 @@ class Task(ABC):
         """The names of the inputs in every batch, in the processor's order."""
         return self.inputs.names
 
-    def example(self, rows: Sequence[Row] | None = None) -> Batch:
-        """Return a small batch for export: two images, or two texts [2 x S] with S at least 16 if ``max_length`` is.
+    def example(self, examples: Sequence[Example] | None = None) -> Batch:
+        """Return a batch of two samples for export; texts have 16 tokens or more if ``max_length`` allows it.
 
         Args:
-            rows: the rows to take it from; None: random values, for texts with padding in the second row.
+            examples: the source of the samples; None: random values, for texts with padding in the second sample.
         """
-        return self.inputs.example(self._samples(rows) if rows else [])
+        return self.inputs.example(self._samples(examples) if examples else [])
 
     def random_batch(self, batch: int, sequence: int | None = None, seed: int = 0) -> Batch:
         """Return random ordinary tokens [batch x sequence] with nothing masked, or random images, to measure latency.
@@ -342,19 +353,21 @@ class Task(ABC):
         return self.inputs.random(batch, sequence, seed)
 
     def compared(self, samples: Sequence[Any], batch: int, sequence: int | None) -> Batch:
-        """Return a batch of that size on which an engine's outputs are compared with PyTorch's."""
+        """Return a batch of the given size on which the outputs of an engine and of PyTorch are compared."""
         return self.inputs.filled(samples, batch, sequence)
 
-    def _samples(self, rows: Sequence[Row]) -> list[Sample]:
-        if not rows:
-            raise TaskError(f"task {self.name!r} was given no rows, expected at least one")
-        return self.all_samples(rows)
+    def _samples(self, examples: Sequence[Example]) -> list[Sample]:
+        if not examples:
+            raise TaskError(f"task {self.name!r} was given no samples, expected at least one")
+        return self.all_samples(examples)
 
 
-def require_rows(predictions: Predictions, rows: Sequence[Row]) -> None:
-    """Raise ``TaskError`` if there are more or fewer predictions than rows."""
-    if len(rows) != len(predictions.decisions):
-        raise TaskError(f"{len(predictions.decisions)} predictions but {len(rows)} rows: pass the rows predicted on")
+def require_one_prediction_each(predictions: Predictions, examples: Sequence[Example]) -> None:
+    """Raise ``TaskError`` unless there is one prediction per example."""
+    if len(examples) != len(predictions.decisions):
+        raise TaskError(
+            f"{len(predictions.decisions)} predictions but {len(examples)} samples: pass the samples predicted on"
+        )
 
 
 def _kind(value: object) -> str:
@@ -389,44 +402,45 @@ def build_task(
 
 
 class JudgedTask(Task):
-    """A task that judges each row, and scores what came of that.
+    """A task that compares each sample with its target once, and scores the stored results.
 
-    What is slow, such as finding entities or matching boxes, is done once a row, and once for a score, its differences
-    and its intervals.
+    A slow comparison, such as matching boxes, thus runs once for a score, its differences and its intervals.
     """
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self._known: WeakKeyDictionary[Predictions, tuple[list[Row], npt.NDArray[Any]]] = WeakKeyDictionary()
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._known: WeakKeyDictionary[Predictions, tuple[list[Example], npt.NDArray[Any]]] = WeakKeyDictionary()
 
     @abstractmethod
-    def judge(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return what ``metric`` takes of each row [N x ...]."""
+    def judge(self, predictions: Predictions, examples: Sequence[Example]) -> npt.NDArray[Any]:
+        """Return the result of each sample [N x ...], from which ``metric`` computes the score."""
 
-    def judged(self, predictions: Predictions, rows: Sequence[Row]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return what came of each row [N x ...], twice: it holds what is right already."""
-        require_rows(predictions, rows)
+    def judged(
+        self, predictions: Predictions, examples: Sequence[Example]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return the results of all samples [N x ...] as both decisions and targets; they include the targets."""
+        require_one_prediction_each(predictions, examples)
         known = self._known.get(predictions)
-        if known is None or known[0] != list(rows):
-            known = (list(rows), self.judge(predictions, rows))
+        if known is None or known[0] != list(examples):
+            known = (list(examples), self.judge(predictions, examples))
             self._known[predictions] = known
         return known[1], known[1]
 
 
 class CountedTask(JudgedTask):
-    """A task that counts in each row, and scores the sums of its counts: entity F1, perplexity, mean IoU."""
+    """A task whose score is a ratio of sums of counts per sample: entity F1, perplexity, mean IoU."""
 
     @abstractmethod
-    def counts(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[np.float64]:
-        """Return what is counted in each row [N x K]."""
+    def counts(self, predictions: Predictions, examples: Sequence[Example]) -> npt.NDArray[np.float64]:
+        """Return the counts of each sample [N x K]."""
 
     @abstractmethod
     def ratio(self, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the scores [...] of sums of counts [... x K]."""
 
-    def judge(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        return self.counts(predictions, rows)
+    def judge(self, predictions: Predictions, examples: Sequence[Example]) -> npt.NDArray[Any]:
+        return self.counts(predictions, examples)
 
     def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the score of counts [N x K], or those of resamples [R x N x K]."""
+        """Return the score of counts [N x K], or of each resample of [R x N x K]."""
         return self.ratio(decisions.sum(axis=-2))

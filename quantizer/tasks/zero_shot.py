@@ -1,8 +1,6 @@
-"""The task ``zero-shot-image-classification``, and the text tower of models such as CLIP.
+"""The task ``zero-shot-image-classification``, and the text and image towers of models such as CLIP.
 
-Shapes: B texts of S tokens in a batch, D width of an embedding.
-
-Shapes: B images in a batch, D width of an embedding, C labels.
+Shapes: B texts or images in a batch, S tokens, D width of an embedding, C labels.
 """
 
 from __future__ import annotations
@@ -18,22 +16,22 @@ from quantizer.tasks.classification import ImageClassification
 from quantizer.tasks.task import tasks
 
 EMBEDDING = "text_embeds"
-"""The name of the output, as transformers has it."""
+"""The name of the output in transformers."""
 
 _TYPES = frozenset({"clip", "clipseg", "metaclip_2"})
-"""Types whose embedding projects what the tower pools, with positions from 0 and padding that does not count.
+"""Model types whose embedding is a projection of the pooled output, with positions from 0 and masked padding.
 
-Others pool in another way (ALIGN), have weights for it that a checkpoint may lack (BLIP), or count padding (SigLIP).
+Others pool differently (ALIGN), may lack the weights of the pooling (BLIP), or do not mask padding (SigLIP).
 """
 
 
 def has_text_tower(config: Any) -> bool:
-    """Return whether the text tower of a model of this config can be taken alone."""
+    """Return whether the text tower of a model with this config can be used alone."""
     return getattr(config, "model_type", None) in _TYPES
 
 
 class TextTower(torch.nn.Module):
-    """The text tower of a model of images and texts, which computes its ``text_embeds``, each of length 1."""
+    """The text tower of a model of images and texts, which computes ``text_embeds`` of length 1."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -42,27 +40,27 @@ class TextTower(torch.nn.Module):
         self.config = copy.deepcopy(model.config.text_config)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the embeddings of texts [B x D], of tokens [B x S] and their mask, by name."""
+        """Return the embeddings of texts [B x D] by name, from tokens [B x S] and their mask."""
         pooled_BD = self.text_model(input_ids=input_ids, attention_mask=attention_mask).pooler_output
         return {EMBEDDING: torch.nn.functional.normalize(self.text_projection(pooled_BD), dim=-1)}
 
 
 _LONGEST = 64
-"""The tokens of each text that models of SigLIP were trained with, as in the pipeline of transformers."""
+"""The tokens of each text in the training of SigLIP, as in the pipeline of transformers."""
 
 
 class LabelledTower(torch.nn.Module):
-    """The image tower of a model of images and texts, with the embeddings of some texts as its last layer.
+    """The image tower of a model of images and texts, with the embeddings of labels as its last layer.
 
-    It computes for images what the whole model computes for them and these texts, its ``logits_per_image``.
+    Its logits equal ``logits_per_image`` of the whole model for the same images and labels.
     """
 
     def __init__(self, model: Any, tokenizer: Any, texts: Mapping[str, str]) -> None:
         super().__init__()
         if not (hasattr(model, "vision_model") and hasattr(model, "get_text_features")):
             raise TaskError(
-                f"{type(model).__name__} has no tower of images beside one of texts, as CLIP and SigLIP have: load it "
-                "in Python, and give it with its batches to quantize_model"
+                f"{type(model).__name__} has no separate towers for images and texts, such as CLIP and SigLIP: load it "
+                "in Python, and pass it with its batches to quantize_model"
             )
         self.vision_model = model.vision_model
         self.visual_projection = getattr(model, "visual_projection", torch.nn.Identity())
@@ -86,7 +84,7 @@ class LabelledTower(torch.nn.Module):
 
 @tasks.add("zero-shot-image-classification")
 class ZeroShotImageClassification(ImageClassification):
-    """Images to logits of labels that the request names [N x C], to labels [N], scored by accuracy."""
+    """Images to logits of the configured labels [N x C], to labels [N], scored by accuracy."""
 
     name = "zero-shot-image-classification"
     auto_class = "AutoModelForZeroShotImageClassification"
@@ -104,6 +102,6 @@ def _text_embeddings(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tens
     fixed = "siglip" in model.config.model_type
     options = {"padding": "max_length", "max_length": _LONGEST, "truncation": True} if fixed else {"padding": True}
     with torch.no_grad():
-        found = model.get_text_features(**tokenizer(texts, return_tensors="pt", **options))
-    embeds: torch.Tensor = getattr(found, "pooler_output", found)
+        features = model.get_text_features(**tokenizer(texts, return_tensors="pt", **options))
+    embeds: torch.Tensor = getattr(features, "pooler_output", features)
     return torch.nn.functional.normalize(embeds, dim=-1)

@@ -173,31 +173,32 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Score(Record):
-    """The score of one form of the model on the evaluation data."""
+    """The score of one form of the model on the evaluation samples."""
 
-    which: str
-    """The form: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built engine), or
-    ``simulation`` (the proxy with its float part in half precision, if the engine could not run). A run with
-    training has ``ptq`` (the proxy before training) and ``qat`` (the proxy after it) in place of ``proxy``."""
+    form: str
+    """The form of the model: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built
+    engine), or ``simulation`` (the proxy with non-quantized operations in half precision, if the engine could not run).
+    A run with training has ``ptq`` (the proxy before training) and ``qat`` (the proxy after it) instead of
+    ``proxy``."""
     value: float
-    """The value of the metric."""
+    """Value of the metric."""
     metric: str
     """Name of the metric, such as ``spearman`` or ``accuracy``."""
     paired: Mapping[str, float | None] = field(default_factory=dict)
     """Comparisons with the float model on the same inputs, by name: ``label_flips`` (a share), ``mean_cosine``."""
     difference: float | None = None
-    """This value minus the float value; null for float itself."""
+    """This value minus the float value; null for float."""
     interval: tuple[float, float] | None = None
-    """95% bootstrap interval [low, high] of the difference; null if it was not computed."""
+    """95% bootstrap interval [low, high] of the difference; null if not computed."""
     samples: int | None = None
-    """Number of evaluation examples."""
+    """Number of evaluation samples; null if unknown."""
     higher_is_better: bool = True
     """Whether a higher value is better."""
 
 
 def quantized_score(scores: Sequence[Score]) -> Score | None:
-    """Return the score of the headline, of the form nearest to the engine; None without a quantized form."""
-    by_name = {entry.which: entry for entry in scores if entry.which != "float"}
+    """Return the score of the form nearest to the engine, else the last score that is not float."""
+    by_name = {entry.form: entry for entry in scores if entry.form != "float"}
     nearest = (by_name[which] for which in ("engine", "simulation", "qat", "proxy") if which in by_name)
     return next(nearest, next(reversed(by_name.values()), None))
 
@@ -424,13 +425,13 @@ class GroupTime(Record):
     """The latency of one group of sites."""
 
     group: str
-    """Its name."""
+    """Name of the group."""
     low_us: float
     """Microseconds in low precision, including the conversions that it causes."""
     float_us: float
     """Microseconds in float."""
-    slower: str | None = None
-    """Why it is kept in float, if low precision is slower; null otherwise."""
+    slower_reason: str | None = None
+    """Why it is in float, if low precision makes it slower; null otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,49 +439,48 @@ class Evaluation(Record):
     """One score in a search for the groups that fall back to float."""
 
     groups: tuple[str, ...]
-    """Names of the groups that were float."""
+    """Names of the groups in float."""
     score: float
-    """The value of the metric."""
+    """Value of the metric."""
     drop: float
-    """Drop of the score below the float model's; negative if it is better."""
+    """How much worse the score is than that of the float model; negative if better."""
     cost: float
-    """The sum of the costs of the groups; their number if there are no costs."""
-    front: bool = False
-    """Whether no other evaluation beats it in both cost and drop."""
+    """Sum of the costs of the groups, or their number without costs."""
+    pareto_optimal: bool = False
+    """Whether no other evaluation is better in both cost and drop."""
     chosen: bool = False
     """Whether the search chose these groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCheck(Record):
-    """The score of an engine on samples that the search for its fallback did not use."""
+    """The score of an engine that is checked against the accuracy budget, on samples that the search did not see."""
 
     groups: int
-    """Number of groups that fell back to float."""
+    """Number of groups in float."""
     drop: float
-    """Drop of the engine's score below the float model's; negative if it is better."""
+    """How much worse the engine's score is than that of the float model; negative if better."""
     samples: int | None
-    """Number of samples; null if a user's function scored it."""
+    """Number of samples; null: the user's function scored it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetOutcome(Record):
-    """Outcome of an accuracy budget. A drop is the difference by which a score is worse than the float model's."""
+    """The outcome of an accuracy budget; a drop is how much worse a score is than that of the float model."""
 
-    asked: float
-    """The largest drop that was allowed."""
-    tuning: float
-    """The drop of the chosen plan on the tuning samples of the search."""
-    which: str | None = None
-    """The form of the model that was scored on the evaluation samples; null if none was."""
-    evaluation: float | None = None
-    """Its drop on the evaluation samples, which the search did not use; null if it was not scored."""
+    max_drop: float
+    """The allowed drop."""
+    tuning_drop: float
+    """Drop of the chosen plan on the tuning samples, which the search used."""
+    form: str | None = None
+    """The form of the model that was scored on the evaluation samples, the nearest to the engine; null: none."""
+    evaluation_drop: float | None = None
+    """Its drop on the evaluation samples, which no choice depended on; null if not scored."""
     interval: tuple[float, float] | None = None
-    """95% bootstrap interval [low, high] of that drop; null if it was not computed."""
+    """95% bootstrap interval [low, high] of ``evaluation_drop``; null if not computed."""
     verdict: str
-    """``met`` or ``not met``, by the evaluation samples if scored, otherwise by the engine's samples, otherwise by the
-    tuning samples. With ``, within noise`` if the interval contains the budget, so that other samples may change the
-    verdict."""
+    """``met`` or ``not met``, by the evaluation samples, else by the samples of the engine check, else by the tuning
+    samples; with ``, within noise`` if the interval includes ``max_drop``."""
 
     @property
     def is_missed(self) -> bool:
@@ -502,28 +502,28 @@ class FallbackRecord(Record):
     reason: str
     """Why these groups: the arguments of the choice, such as ``num=4``, and the result of a search."""
     evaluations: tuple[Evaluation, ...] = ()
-    """The scores that a search measured, in order; empty without a search."""
+    """The scores that the search measured, in order; empty without a search."""
     float_score: float | None = None
     """The float model's score in that search; null without a search."""
     max_drop: float | None = None
-    """The largest allowed drop below the float score; null without a search."""
+    """How much worse than the float score the score may be; null without a search."""
     checks: tuple[EngineCheck, ...] = ()
-    """The engines that were checked against ``max_drop``, the delivered one last; empty if none was."""
+    """The engines that were checked against ``max_drop``; the last one was delivered. Empty if none was checked."""
     outcome: BudgetOutcome | None = None
-    """Whether ``max_drop`` is met in the end; null without a search."""
+    """Whether the final result meets ``max_drop``; null without a search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fix(Record):
-    """A setting of the diagnosis, with its measured gain."""
+    """A setting that was tried, with its measured gain."""
 
     setting: str
     """The setting, as YAML of the ``quantizer`` section."""
     gain_db: float
-    """Gain of the SQNR of the model's output in dB, with all groups quantized."""
-    alone_db: float
-    """Gain of the SQNR of the model's output in dB, with only this group quantized; infinite if the setting keeps the
-    group in float."""
+    """Increase of the SQNR of the model's output in dB with this setting and all groups quantized."""
+    gain_alone_db: float
+    """Increase of the SQNR of the model's output in dB with this setting and only this group quantized; infinite if the
+    setting keeps the group in float."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -534,18 +534,18 @@ class Fix(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis(Record):
-    """The accuracy loss by one group, with its cause and its fix."""
+    """The accuracy cost of one group, and its cause."""
 
     group: str
     """Name of the group."""
     sqnr_db: float
     """SQNR of the model's output in dB with only this group quantized, measured on calibration batches."""
     findings: tuple[str, ...] = ()
-    """Problems of its inputs; empty if nothing stands out."""
+    """What is unusual about its inputs; empty: nothing."""
     fix: Fix | None = None
-    """The setting with the largest gain; null if nothing stands out, or if no tried setting gains."""
+    """The setting with the largest gain; null if nothing is unusual, or no tried setting improves the output."""
     notes: tuple[str, ...] = ()
-    """Why outliers of its inputs cannot move into its weights; empty if they can."""
+    """Why SmoothQuant cannot move outliers of its inputs into its weights; empty if it can."""
 
 
 FLOAT = "float"
@@ -589,23 +589,23 @@ class GroupRow:
 
     Attributes:
         group: its name.
-        error: the error of quantizing it alone; None if not measured.
-        alone_db: the SQNR of the model's output in dB with only this group quantized; None if not measured.
-        low_us: its time in low precision in microseconds; None if no engine was timed.
-        float_us: its time in float in microseconds; None if no engine was timed.
-        back: whether it is already in float.
+        error: the error of quantizing only this group, which float avoids; None: not measured.
+        sqnr_alone_db: the SQNR of the model's output in dB with only this group quantized; None: not measured.
+        low_us: its time in low precision in microseconds; None: no engine was benchmarked.
+        float_us: its time in float in microseconds; None: no engine was benchmarked.
+        in_float: whether it is in float already.
     """
 
     group: str
     error: float | None
-    alone_db: float | None
+    sqnr_alone_db: float | None
     low_us: float | None
     float_us: float | None
-    back: bool
+    in_float: bool
 
     @property
     def cost_us(self) -> float | None:
-        """The latency cost of float in microseconds; negative if float is faster."""
+        """The additional microseconds in float; negative if float is faster."""
         return None if self.low_us is None or self.float_us is None else self.float_us - self.low_us
 
 
@@ -678,10 +678,10 @@ def group_rows(
             GroupRow(
                 group=group,
                 error=errors.get(group),
-                alone_db=alone.get(group),
+                sqnr_alone_db=alone.get(group),
                 low_us=sum(entry.low_us for entry in known) if known else None,
                 float_us=sum(entry.float_us for entry in known) if known else None,
-                back=not quantized & set(members),
+                in_float=not quantized & set(some),
             )
         )
     return tuple(sorted(rows, key=lambda row: (row.error is None, -(row.error or 0), row.cost_us or 0)))

@@ -74,7 +74,7 @@ def _try_a_build(file: Path) -> None:
 
 
 def _fetch(file: Path) -> None:
-    with pytest.raises(TaskError, match="pip could not fetch"):
+    with pytest.raises(TaskError, match="pip could not download"):
         fetch_sdist("no-such-package==1.0", "no-such-package-1.0.tar.gz", "0" * 64, file.parent / "cache")
 
 

@@ -155,13 +155,13 @@ for members, words in [
     ({"decide": lambda self, outputs: [0, 1]}, "decide.. returned an object of list; expected an array"),
     ({"metric": lambda self, *_: None}, "metric.. returned an object of NoneType; expected one number"),
     ({"metric": lambda self, *_: np.zeros(2)}, "metric.. returned an array of shape .2,.; expected one number"),
-    ({"targets": lambda self, rows: np.zeros(1)}, "targets.. returned 1 for 2 rows"),
+    ({"targets": lambda self, rows: np.zeros(1)}, "targets.. returned 1 for 2 samples"),
 ]:
     task = broken(**members)
     with pytest.raises(TaskError, match=f"task 'unbalanced-classification': {words}"):
         task.score(task.predict(run, rows), rows)
 task = broken(represent=lambda self, output, batch: output[:1])
-with pytest.raises(TaskError, match="gave 1 outputs for a batch of 2 texts, as task 'unbalanced-classification' reads"):
+with pytest.raises(TaskError, match="returned 1 outputs for a batch of 2 texts in task 'unbalanced-classification'"):
     task.predict(run, rows)
 with pytest.raises(ValueError, match="task 'own' is an object of Broken; expected a class"):
     tasks.add("own")(task)

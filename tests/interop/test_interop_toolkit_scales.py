@@ -160,22 +160,26 @@ def test_zeros_stay_zeros() -> None:
 
 
 UNMATCHED: list[tuple[str, Any, str]] = [
-    ("upp.input_quantizer._amax", torch.tensor(1.0), "no module of this name has a site"),
-    ("up.output_quantizer._amax", torch.tensor(1.0), "a quantizer of this name is no operand of a product"),
-    ("up.q_bmm_quantizer._amax", torch.tensor(1.0), "no attention of two quantized products"),
-    ("up.input_quantizer._amax", torch.ones(32), r"shape \[32\]; what is no weight has one range"),
-    ("up.weight_quantizer._amax", torch.ones(64, 2), "one of blocks"),
+    ("upp.input_quantizer._amax", torch.tensor(1.0), "no quantizable operation belongs to a module of this name"),
+    (
+        "up.output_quantizer._amax",
+        torch.tensor(1.0),
+        "this quantizer is not one of a matrix multiplication or convolution",
+    ),
+    ("up.q_bmm_quantizer._amax", torch.tensor(1.0), "no attention with two quantized matrix multiplications"),
+    ("up.input_quantizer._amax", torch.ones(32), r"shape \[32\]; expected one range per tensor"),
+    ("up.weight_quantizer._amax", torch.ones(64, 2), "is per block"),
     ("up.input_quantizer._amax", torch.tensor(float("nan")), "finite and at least 0"),
     ("up.input_quantizer._amax", torch.tensor(-1.0), "finite and at least 0"),
-    ("up.input_quantizer._amax", torch.tensor(1), "a tensor of floats is needed, got torch.int64"),
-    ("up.input_quantizer._amax", 1.0, "a tensor of floats is needed, got float"),
+    ("up.input_quantizer._amax", torch.tensor(1), "expected a tensor of floats, got torch.int64"),
+    ("up.input_quantizer._amax", 1.0, "expected a tensor of floats, got float"),
 ]
 
 
 @pytest.mark.parametrize(("key", "amax", "reason"), UNMATCHED)
 def test_what_is_not_taken_is_listed(key: str, amax: Any, reason: str) -> None:
     _, q = _mlp()
-    with pytest.raises(QuantizerError, match=f"belongs to an operand that is quantized:\n  - {key}: .*{reason}"):
+    with pytest.raises(QuantizerError, match=f"belongs to a quantized operand:\n  - {key}: .*{reason}"):
         read_toolkit_scales({key: amax}, q.plan)
     read = read_toolkit_scales({key: amax, "down.input_quantizer._amax": torch.tensor(1.0)}, q.plan)
     assert list(read.scales) == [f"{DOWN}.input"]
@@ -192,7 +196,9 @@ def test_a_module_with_two_products_is_not_guessed() -> None:
             return nn.functional.linear(nn.functional.linear(x, self.one), self.two)
 
     q = _calibrated(Two().eval(), torch.randn(8, 32))
-    with pytest.raises(QuantizerError, match="its module has 2 products, and the name does not say which"):
+    with pytest.raises(
+        QuantizerError, match="its module has 2 matrix multiplications or convolutions, and the name does not say which"
+    ):
         read_toolkit_scales({"weight_quantizer._amax": torch.tensor(1.0)}, q.plan)
 
 
@@ -213,7 +219,7 @@ def test_an_input_that_the_toolkit_scales_first() -> None:
         "up.weight_quantizer._amax": torch.ones(64, 1),
     }
     read = read_toolkit_scales(state, q.plan)
-    assert "scales this tensor before it rounds it" in read.unmatched["up.input_quantizer._amax"]
+    assert "scales this tensor before quantization" in read.unmatched["up.input_quantizer._amax"]
 
 
 def test_two_quantizers_of_one_operand() -> None:
@@ -274,7 +280,7 @@ def test_a_file_that_cannot_be_read(name: str, tmp_path: Path) -> None:
         (tmp_path / text).write_text("none of it")
     torch.save(model, tmp_path / "module.pt")  # objects: never read
     with pytest.raises(
-        QuantizerError, match=rf"{name} (cannot be read: |does not hold tensors alone .*save the state dict)"
+        QuantizerError, match=rf"{name} (cannot be read: |contains objects other than tensors .*save the state dict)"
     ):
         read_toolkit_scales(tmp_path / name, q.plan)
 
@@ -282,5 +288,5 @@ def test_a_file_that_cannot_be_read(name: str, tmp_path: Path) -> None:
 def test_a_file_of_something_else(tmp_path: Path) -> None:
     _, q = _mlp()
     torch.save([torch.ones(1)], tmp_path / "list.pt")
-    with pytest.raises(QuantizerError, match="holds a list; a state dict is expected"):
+    with pytest.raises(QuantizerError, match="holds a list; expected a state dict"):
         read_toolkit_scales(tmp_path / "list.pt", q.plan)

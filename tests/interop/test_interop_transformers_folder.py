@@ -73,11 +73,11 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], object], type[Exception], st
         ConfigError,
         r"2 problems.*\n.*quantized: got 'yes'; expected true or false\n.*quantization_config: dtype: got.*'int7'",
     ),
-    "another backend": (_quantization(backend="tensorrt"), QuantizerError, "is not the one that model.safetensors was"),
+    "another backend": (_quantization(backend="tensorrt"), QuantizerError, "differs from that of model.safetensors"),
     "not said": (
         lambda config: config["quantization_config"].pop("quantized"),
         QuantizerError,
-        r"holds a quantized model, and the config\.json beside it does not say so; restore",
+        r"holds a quantized model, but the config\.json beside it has no quantization_config; restore",
     ),
     "fewer layers": (
         lambda config: config.update(num_hidden_layers=1),
@@ -105,7 +105,7 @@ def _missing(name: str) -> Callable[[Tensors], object]:
         pytest.param(_missing("site_forward_linear_0._weight_quantizer.stored"), "1 tensors of quantized", id="weight"),
         pytest.param(_missing("site_forward_linear_0._input_quantizer.scale"), "1 tensors of quantized", id="scale"),
         pytest.param(_missing("bias"), "1 tensors of quantized operations are missing there; copy it again", id="bias"),
-        pytest.param(lambda tensors: tensors.pop("quantizer_state"), r"says that it holds a quantized", id="no-state"),
+        pytest.param(lambda tensors: tensors.pop("quantizer_state"), r"is that of a quantized model", id="no-state"),
         pytest.param(
             lambda tensors: tensors.update(quantizer_state=tensors["quantizer_state"][:-9]),
             r"model\.safetensors is damaged: ",
@@ -136,7 +136,7 @@ def test_a_damaged_file(copied, data):
 
 def test_float_weights_under_a_quantized_config(copied, folder):
     shutil.copy(folder.parent / "float" / WEIGHTS, copied)
-    with pytest.raises(QuantizerError, match=r"or remove quantization_config from config\.json to load a float one"):
+    with pytest.raises(QuantizerError, match=r"or remove quantization_config from config\.json to load a float model"):
         loaded(copied)
 
 

@@ -98,6 +98,6 @@ def _out_of_date(model: Any) -> Any:
 def test_nothing_is_uploaded_of_a_proxy_that_is_not_what_quantize_gave(
     make: Callable[[Any], Any], model: Any, pushed: Path
 ) -> None:
-    with pytest.raises(ProxyError, match="takes what quantize"):
+    with pytest.raises(ProxyError, match="needs the latest result of quantize"):
         make(model).push_to_hub("me/wrong")
     assert not list((pushed / "me/wrong").iterdir())

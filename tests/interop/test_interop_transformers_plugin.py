@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer, QuantizerConfig
 from quantizer.errors import ProxyError
-from quantizer.tasks import build_task, load_rows, load_tokenizer
+from quantizer.tasks import build_task, load_examples, load_tokenizer
 
 tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install enginequant[hf]")
 plugin = importlib.import_module("quantizer.integrations.transformers.plugin")
@@ -118,7 +118,7 @@ def test_a_float_model_is_saved_ready_to_calibrate(bert, tmp_path, caplog):
         assert not caplog.records
         quantizer_of(model).calibrate(model, [TEXT], progress=False)
         model.save_pretrained(tmp_path / "calibrated")
-    assert "saved in float, without its calibration; save what quantize(model)" in caplog.text
+    assert "saved in float, without its calibration; save the result of quantize(model)" in caplog.text
     for name in ("float", "calibrated"):
         again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
         assert quantizer_of(again).config == quantizer_of(model).config
@@ -239,9 +239,7 @@ def test_what_was_not_quantized_or_is_no_more_so_is_not_saved(bert, tmp_path):
     model = ready(bert)
     frozen = quantized(model)
     q = quantizer_of(model)
-    refused = (
-        r"takes what quantize\(model\) gave, and this proxy is another, or the Quantizer's decisions changed since"
-    )
+    refused = r"needs the latest result of quantize\(model\), but this is another proxy, or the plan changed since"
     for proxy in (q.proxy(model), q.calib(model, resume=True), q.amp(model), q.simulate(model)):
         with pytest.raises(ProxyError, match=refused):
             proxy.save_pretrained(tmp_path / "refused")
@@ -293,7 +291,7 @@ def test_a_real_classifier_comes_back_bit_for_bit(tmp_path):
         pytest.skip(f"model or data are not here: no folders {source} and {data}")
     model = ready(source, backend="openvino")
     task = build_task("sequence-classification", model, load_tokenizer(str(source)), min_length=16)
-    rows = load_rows("sst2-text", path=data / "stsa.binary.dev", samples=48)
+    rows = load_examples("sst2-text", path=data / "stsa.binary.dev", samples=48)
     batches = task.batches(rows)
     q = quantizer_of(model)
     q.calibrate(model, batches[:1], progress=False)

@@ -94,7 +94,7 @@ def test_conv1d_of_transformers() -> None:
     attention = result.linears["transformer.h.0.attn.c_attn"]
     assert (attention.transposed, attention.weight_quant_dim, tuple(attention.weight_scale.shape)) == (True, 0, (96,))
     assert result.left.pop("lm_head.forward.linear_0") == "several calls read transformer.wte.weight"  # it is tied
-    assert set(result.left.values()) == {"a matmul is no Linear"}
+    assert set(result.left.values()) == {"a matmul is not a Linear"}
 
 
 def test_the_file(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_what_is_no_linear_is_listed() -> None:
     quantized = {path for path, entry in q.plan.items() if entry.quantized}
     assert set(left) == quantized
     assert left["shared.forward.linear_0"] == "several calls read shared.weight"
-    assert left["forward.matmul_0"] == "the weight is the operand 'lhs' of matmul, which is no x W^T"
-    assert left["forward.matmul_1"] == "a matmul is no Linear"
+    assert left["forward.matmul_0"] == "the weight is the operand 'lhs' of matmul, which is not x W^T"
+    assert left["forward.matmul_1"] == "a matmul is not a Linear"
 
 
 def test_codes_that_were_chosen_are_more_than_scales() -> None:
@@ -141,7 +141,10 @@ def test_codes_that_were_chosen_are_more_than_scales() -> None:
     chosen = [path for path, entry in plan.items() if any(operand.codes is not None for operand in entry.operands)]
     assert chosen
     left = tripy_scales(plan).left
-    assert all(left[path].endswith("were chosen (rounding), which these scales cannot say") for path in chosen)
+    assert all(
+        left[path].endswith("has learned integers (weights.rounding), which tripy scales cannot represent")
+        for path in chosen
+    )
 
 
 @pytest.mark.parametrize("place", ["missing/scales.safetensors", "."])
@@ -153,5 +156,5 @@ def test_a_file_that_cannot_be_written(place: str, tmp_path: Path) -> None:
 
 def test_without_a_quantized_linear() -> None:
     q = _calibrated(Mlp(), sites={"linear": False, "residual_add": True})
-    with pytest.raises(QuantizerError, match="the plan has no quantized linear"):
+    with pytest.raises(QuantizerError, match="no quantized site of the plan can be a tripy Linear"):
         write_tripy_scales(q.plan, "scales.safetensors")

@@ -67,8 +67,8 @@ def test_slower_groups_go_back_where_the_engine_is_faster(
     _engines(monkeypatch, placed=placed, low=1000.0)
     record = _run(asked)
     assert record.latency_fallback is not None
-    slower = [group for group in record.latency_fallback.groups if group.slower is not None]
-    assert (len(slower), record.latency_fallback.back) == (back, back)
+    slower = [group for group in record.latency_fallback.groups if group.slower_reason is not None]
+    assert (len(slower), record.latency_fallback.float_groups) == (back, back)
     assert record.fallback is None or record.fallback.groups == ()
     reasons = [row.reason for row in record.coverage if row.reason.startswith("slower in low precision")]
     # The group is the input of three linears.
@@ -83,7 +83,7 @@ def test_groups_that_are_hardly_slower_stay(
     monkeypatch.setattr(GroupPlacer, "_faster", lambda *_: pytest.fail("an engine was built to time it"))
     record = _run(asked)
     assert record.latency_fallback is not None
-    assert record.latency_fallback.back == 0
+    assert record.latency_fallback.float_groups == 0
     assert "1 group is slower in int8 than in float, but too little to put it back" in capsys.readouterr().out
 
 
@@ -147,7 +147,7 @@ def test_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     second = _run(run).latency_fallback
     assert first is not None
     assert second is not None
-    assert replace(second, back=first.back, predicted_ms=first.predicted_ms) == first
+    assert replace(second, float_groups=first.float_groups, predicted_ms=first.predicted_ms) == first
     Path("out.times/notes").touch()
     assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 1
 

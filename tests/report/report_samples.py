@@ -88,17 +88,19 @@ def sample_placement() -> LatencyFallback:
     groups = (
         GroupTime(group="layer.0.dense", low_us=100.0, float_us=400.0),
         GroupTime(group="layer.1.dense", low_us=100.0, float_us=300.0),
-        GroupTime(group="layer.0.add", low_us=90.0, float_us=40.0, slower="slower in low precision than in float"),
+        GroupTime(
+            group="layer.0.add", low_us=90.0, float_us=40.0, slower_reason="slower in low precision than in float"
+        ),
     )
     points = ((0, 1.0, 0.5), (1, 1.3, 0.1), (2, 1.5, 0.0))
     return LatencyFallback(
-        where="openvino, 8 x 128, 1 thread",
+        conditions="openvino, 8 x 128, 1 thread",
         low_ms=1.0,
         float_ms=2.0,
         predicted_ms=1.25,
-        back=2,
+        float_groups=2,
         groups=groups,
-        frontier=tuple(FallbackPoint(back=back, milliseconds=ms, error=error) for back, ms, error in points),
+        frontier=tuple(FallbackPoint(float_groups=back, milliseconds=ms, error=error) for back, ms, error in points),
         min_speedup=1.5,
         checks=(SpeedCheck(groups=1, speedup=1.58),),
     )
@@ -158,7 +160,7 @@ def sample_training() -> TrainingRun:
     return TrainingRun(
         metric="accuracy",
         higher_is_better=True,
-        planned=60,
+        planned_steps=60,
         losses=tuple(0.5 / (1 + step) for step in range(48)),
         scores=tuple(TrainingScore(step=step, score=score, best=step == 36) for step, score in scores),
         float_score=0.8739,
@@ -185,14 +187,14 @@ def sample_inspection() -> Inspection:
 
 
 def sample_search(chosen: tuple[str, ...] = ("b", "a")) -> FallbackRecord:
-    """Four scores, three of them on the front; the budget is a drop of 0.005."""
+    """Four scores, three of them Pareto-optimal; the budget is a drop of 0.005."""
     return FallbackRecord(
         groups=chosen,
         reason="by fallback(max_drop=0.005)",
         evaluations=(
-            Evaluation(groups=(), score=0.80, drop=0.0673, cost=0.0, front=True),
-            Evaluation(groups=("a", "b", "c"), score=0.869, drop=-0.0017, cost=3.0, front=True),
-            Evaluation(groups=chosen, score=0.865, drop=0.0023, cost=2.0, front=True, chosen=True),
+            Evaluation(groups=(), score=0.80, drop=0.0673, cost=0.0, pareto_optimal=True),
+            Evaluation(groups=("a", "b", "c"), score=0.869, drop=-0.0017, cost=3.0, pareto_optimal=True),
+            Evaluation(groups=chosen, score=0.865, drop=0.0023, cost=2.0, pareto_optimal=True, chosen=True),
             Evaluation(groups=("a", "c"), score=0.85, drop=0.0173, cost=2.0),
         ),
         float_score=0.8673,
@@ -226,9 +228,9 @@ def _latencies() -> tuple[object, ...]:
 def _scores() -> tuple[Score, ...]:
     paired = {"mean_cosine": 0.9912, "label_flips": None}
     return (
-        Score(which="float", value=0.8673, metric="spearman", samples=1500),
+        Score(form="float", value=0.8673, metric="spearman", samples=1500),
         Score(
-            which="proxy",
+            form="proxy",
             value=0.8651,
             metric="spearman",
             paired=paired,
@@ -237,7 +239,7 @@ def _scores() -> tuple[Score, ...]:
             samples=1500,
         ),
         Score(
-            which="engine",
+            form="engine",
             value=0.8660,
             metric="spearman",
             paired={"mean_cosine": 0.9909, "label_flips": 0.0123},

@@ -75,7 +75,7 @@ def test_bars_tell_kind_and_block_apart() -> None:
     assert marks[1]["fill"] == marks[2]["fill"] == marks[5]["fill"]
     assert [span.text for span in bars.iter(f"{SVG}tspan")][:2] == ["layer.0", "layer.0"]
     assert "Relative error at its sites, one group quantized at a time" in texts(root, "qz-value")
-    assert "Marks on the left: its block, of 2 from layer.0 to layer.1" in texts(root, "qz-wide")
+    assert "Marks on the left: block, from layer.0 to layer.1" in texts(root, "qz-wide")
     assert texts(bars, "qz-wide")[:2] == ["layer.0.forward.add_0.lhs", "residual_add, float  0.400"]
 
 
@@ -109,7 +109,7 @@ def test_a_heat_map_sums_by_block_and_kind() -> None:
     ]
     lines = texts(root, "qz-value")
     assert "Divergence of the output, one group quantized at a time" in lines
-    for words in ("kept in float", "a part kept in float", "≤ 0.000400", "99%", "<1%"):
+    for words in ("kept in float", "some kept in float", "≤ 0.000400", "99%", "<1%"):
         assert words in lines
     assert "largest layer.0, residual_add lhs, 0.400" in root.attrib["aria-label"]
 
@@ -127,10 +127,10 @@ def test_columns_and_blocks_have_one_order() -> None:
 def test_shares_are_of_what_is_finite() -> None:
     rows = [*RANKING, row("layer.2", "conv", math.inf, position=6), row("layer.3", "matmul", -0.1, position=7)]
     lines = texts(ElementTree.fromstring(sensitivity_heatmap(rows, measure=None)), "qz-value")
-    at = lines.index("of all")
+    at = lines.index("share")
     assert lines[at + 1 : at + 5] == ["99%", "<1%", MISSING, "0%"]
     # Below, by kind: conv, linear, matmul, the two operands of the adds.
-    assert lines[at + 5 : at + 11] == ["of all", MISSING, "9%", "<1%", "90%", "<1%"]
+    assert lines[at + 5 : at + 11] == ["share", MISSING, "9%", "<1%", "90%", "<1%"]
 
 
 def test_groups_of_several_kinds_have_a_column() -> None:
@@ -184,9 +184,9 @@ def test_the_front_of_a_search() -> None:
     root = ElementTree.fromstring(pareto_svg(sample_search()))
     assert titles(root) == [
         "2 groups kept in float, cost 2: score 0.8500, drop 0.0173",
-        "0 groups kept in float, cost 0: score 0.8000, drop 0.0673, on the front",
-        "3 groups kept in float, cost 3: score 0.8690, drop -0.00170, on the front",
-        "2 groups kept in float, cost 2: score 0.8650, drop 0.00230, on the front, chosen",
+        "0 groups kept in float, cost 0: score 0.8000, drop 0.0673, Pareto-optimal",
+        "3 groups kept in float, cost 3: score 0.8690, drop -0.00170, Pareto-optimal",
+        "2 groups kept in float, cost 2: score 0.8650, drop 0.00230, Pareto-optimal, chosen",
     ]
     circles = [circle.attrib for circle in root.iter(f"{SVG}circle") if circle.attrib["cx"].endswith("%")]
     assert [circle["cx"] for circle in circles] == ["70.33%", "17.00%", "97.00%", "70.33%", "70.33%"]
@@ -199,7 +199,7 @@ def test_the_front_of_a_search() -> None:
     front = [line.attrib for line in root.iter(f"{SVG}line") if line.attrib["x1"].count(".")]
     assert [(line["x1"], line["x2"]) for line in front] == [("17.00%", "70.33%"), ("70.33%", "97.00%")]
     lines = texts(root, "qz-value")
-    for words in ("budget: drop 0.00500", "chosen", "drop", "0.00500", "cost of what is kept in float"):
+    for words in ("budget: drop 0.00500", "chosen", "drop", "0.00500", "cost of groups in float"):
         assert words in lines
     assert [line for line in lines if line in ("0", "1", "2", "3")].count("3") == 1
     assert pareto_svg(sample_search()) == pareto_svg(sample_search())
@@ -209,7 +209,8 @@ def test_the_front_of_a_search() -> None:
 @pytest.mark.parametrize("budget", [0.0, 0.01, None])
 def test_odd_searches(drops: list[float], budget: float | None) -> None:
     found = tuple(
-        Evaluation(groups=(EVIL,), score=-drop, drop=drop, cost=0.7 * n, front=True) for n, drop in enumerate(drops)
+        Evaluation(groups=(EVIL,), score=-drop, drop=drop, cost=0.7 * n, pareto_optimal=True)
+        for n, drop in enumerate(drops)
     )
     root = ElementTree.fromstring(
         pareto_svg(FallbackRecord(groups=(EVIL,), reason=EVIL, evaluations=found, max_drop=budget))
@@ -223,7 +224,7 @@ def test_no_search_is_a_sentence() -> None:
     none = Evaluation(groups=(), score=math.nan, drop=math.nan, cost=0.0)
     for found in ((), (none,)):
         root = ElementTree.fromstring(pareto_svg(FallbackRecord(groups=(), reason="num=0", evaluations=found)))
-        assert texts(root, "qz-name") == ["No search was made."]
+        assert texts(root, "qz-name") == ["There was no search."]
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------
@@ -243,20 +244,20 @@ def test_numbers_of_a_picture() -> None:
 def test_the_scores_stand_beside_float_and_ptq() -> None:
     picture = ElementTree.fromstring(score_svg(sample_training()))
     words = "".join(picture.itertext())
-    for part in ("float: 0.8739", "PTQ: 0.8394", "kept: 0.8721 after 36 steps", "accuracy"):
+    for part in ("float: 0.8739", "PTQ: 0.8394", "restored: 0.8721 after 36 steps", "accuracy"):
         assert part in words
     marks = [circle for circle in picture.iter(f"{SVG}circle") if circle.get("r") == "4.5"]
     heights = [float(circle.get("cy", "nan")) for circle in marks]
     assert len(marks) == 5
     assert heights.index(min(heights)) == 3
     assert heights.index(max(heights)) == 0
-    assert picture.get("aria-label", "").startswith(
-        "accuracy on the tuning samples over the training: 0.8394 before it"
-    )
+    assert picture.get("aria-label", "").startswith("accuracy on the tuning samples over the training: 0.8394 before")
 
 
 def test_a_long_curve_is_drawn_as_means() -> None:
-    training = dataclasses.replace(sample_training(), planned=4000, losses=tuple(1 / (1 + s) for s in range(4000)))
+    training = dataclasses.replace(
+        sample_training(), planned_steps=4000, losses=tuple(1 / (1 + s) for s in range(4000))
+    )
     picture = ElementTree.fromstring(loss_svg(training))
     lines = [line for line in picture.iter(f"{SVG}line") if line.get("stroke-linecap") == "round"]
     assert len(lines) == 199
@@ -266,7 +267,7 @@ def test_a_long_curve_is_drawn_as_means() -> None:
 
 def test_a_training_that_made_no_step() -> None:
     training = dataclasses.replace(sample_training(), losses=(), scores=sample_training().scores[:1])
-    assert "No step was made." in loss_svg(training)
+    assert "There was no training step." in loss_svg(training)
     ElementTree.fromstring(score_svg(training))
 
 

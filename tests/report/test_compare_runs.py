@@ -56,7 +56,7 @@ def write_run(folder: Path, share: float, ms: float, rows: str = "rows", kept: b
             ),
             "scores": tuple(
                 Score(
-                    which=name,
+                    form=name,
                     value=float((labels == TARGETS).mean()),
                     metric="accuracy",
                     difference=None if name == "float" else share - 0.9,
@@ -74,7 +74,7 @@ def write_run(folder: Path, share: float, ms: float, rows: str = "rows", kept: b
         resampled = {
             name: tuple(map(float, resampled_scores(accuracy, labels, TARGETS, 200))) for name, labels in scores.items()
         }
-        write_resamples(Resamples(rows=rows, metric="accuracy", scores=resampled), folder)
+        write_resamples(Resamples(samples_hash=rows, metric="accuracy", scores=resampled), folder)
     return folder
 
 
@@ -90,7 +90,7 @@ def test_the_interval_of_a_pair_is_that_of_paired_rows(tmp_path: Path) -> None:
     assert found.difference == pytest.approx(-0.2)
     assert found.interval == pytest.approx(bootstrap_interval(accuracy, right(0.9), right(0.7), TARGETS, 200))
     assert not found.within_noise
-    assert found.verdict == "a real difference"
+    assert found.verdict == "significant"
 
 
 def test_within_noise(tmp_path: Path) -> None:
@@ -109,10 +109,10 @@ def test_other_rows_have_no_interval(tmp_path: Path) -> None:
     assert other.interval is None
     assert other.verdict == "not compared: scored on other samples"
     assert found.timed == {"a"}
-    assert "not compared with a, and not in the picture: b; scored on other samples" in found.notes
+    assert "not compared with a, and not in the chart: b; scored on other samples" in found.notes
     page = html_from_comparison(found, "two", tmp_path)
-    assert "Not compared with a, and not in the picture: b; scored on other samples." in page
-    assert "a real difference" not in page
+    assert "Not compared with a, and not in the chart: b; scored on other samples." in page
+    assert ">significant<" not in page
     assert next(csv.DictReader(csv_text(found).splitlines()))["low_to_best"] == ""
 
 
@@ -136,7 +136,7 @@ def write_function_run(folder: Path, base: float, value: float, **changes: Any) 
     """Write the folder of a run that a function scored: no rows, no resamples."""
     told = {"float": base, "engine": value}
     scores = tuple(
-        Score(which=name, value=one, metric="top1", difference=None if name == "float" else value - base)
+        Score(form=name, value=one, metric="top1", difference=None if name == "float" else value - base)
         for name, one in told.items()
     )
     return write_run(folder, 0.9, 2.0, kept=False, scores=scores, **changes)
@@ -150,7 +150,7 @@ def test_a_function_in_python_is_the_same_where_the_float_model_scores_the_same(
     assert found.to_best["b"].why == "no interval: scored by a function"
     assert found.timed == {"a", "b"}
     notes = " ".join(found.notes)
-    assert "2 runs taken as scored on the same rows, which a function does not record" in notes
+    assert "2 runs assumed to have the same evaluation samples, which a function does not record" in notes
     assert "other samples" not in notes
     assert "resamples.json" not in notes
     assert "The best score is 0.8400, of a." in html_from_comparison(found, "two", tmp_path)
@@ -164,8 +164,8 @@ def test_a_function_in_python_that_may_be_another_is_not_compared(tmp_path: Path
     # A run is never on other samples than itself.
     assert found.best.name == "a"
     assert {name: pair.difference for name, pair in found.to_best.items()} == {"b": None, "c": None}
-    assert found.to_best["b"].why.endswith("score 0.8500 and 0.8000, on other samples or with other weights")
-    assert found.to_best["c"].why.endswith("a function scored different models, on rows that are not recorded")
+    assert found.to_best["b"].why.endswith("score 0.8500 and 0.8000, because samples or weights differ")
+    assert found.to_best["c"].why.endswith("a function scored different models, on unknown samples")
     other = write_run(tmp_path / "d", 0.9, 2.0, kept=False)
     (task,) = compare(read_runs([a, other])).to_best.values()
     assert task.difference is None
@@ -176,24 +176,24 @@ def test_other_models_and_other_shapes_are_said(tmp_path: Path) -> None:
     info = ModelInfo(source="other", task="embedding-classification", parameters=0)
     b = write_run(tmp_path / "b", 0.8, 1.0, model=info, machine={"cpu": "another"})
     notes = compare(read_runs([a, b])).notes
-    assert any(note.startswith("the runs are of 2 models") for note in notes)
-    assert any(note.endswith("b; timed on another machine or at another shape") for note in notes)
+    assert any(note.startswith("the runs have 2 different models") for note in notes)
+    assert any(note.endswith("b; measured on another machine or at another shape") for note in notes)
 
 
 def test_the_frontier(tmp_path: Path) -> None:
     shares = {"slow": (0.9, 3.0), "fast": (0.8, 1.0), "beaten": (0.75, 2.0)}
     found = compare(read_runs([write_run(tmp_path / name, share, ms) for name, (share, ms) in shares.items()]))
-    assert found.front == {"slow", "fast"}
+    assert found.pareto_optimal == {"slow", "fast"}
     page = html_from_comparison(found, "three", tmp_path)
-    assert page.count("on the frontier</td>") == 2
-    assert "2 of them on the frontier" in page
+    assert page.count("Pareto-optimal</td>") == 2
+    assert "2 of them Pareto-optimal" in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 
 @pytest.mark.parametrize("higher", [True, False])
 def test_the_picture_tells_where_a_lower_score_is_better(higher: bool, tmp_path: Path) -> None:
     scores = tuple(
-        Score(which=which, value=value, metric="m", higher_is_better=higher)
+        Score(form=which, value=value, metric="m", higher_is_better=higher)
         for which, value in (("float", 4.0), ("engine", 5.0))
     )
     runs = read_runs([write_run(tmp_path / name, 0.9, ms, scores=scores) for name, ms in (("a", 2.0), ("b", 1.0))])
@@ -211,14 +211,14 @@ def test_verdicts_and_noise(tmp_path: Path) -> None:
     page = html_from_comparison(found, "three", tmp_path)
     for level, tone in (("usable", ' class="yes"'), ("check", ""), ("do not use", ' class="no"')):
         assert page.count(f"<td{tone}>{level}</td>") == 1
-    assert page.count("noisy timing; on the frontier</td>") == 1
-    assert "The fastest is b, 1.75 ms a batch, by a noisy timing." in page
-    assert "Noisy timing: b; measure again on a machine that does nothing else." in page
+    assert page.count("noisy timing; Pareto-optimal</td>") == 1
+    assert "The fastest is b, 1.75 ms per batch (noisy timing)." in page
+    assert "Noisy timing: b; benchmark again on an idle machine." in page
     rows = {row["run"]: (row["verdict"], row["noisy_timing"]) for row in csv.DictReader(csv_text(found).splitlines())}
     assert rows == {"a": ("usable", "False"), "b": ("do not use", "True"), "c": ("check", "False")}
     said = _printed(found)
     assert "1  a: usable, 0.00 s" in said
-    assert "3  b: do not use, noisy timing, 0.00 s, on the frontier" in said
+    assert "3  b: do not use, noisy timing, 0.00 s, Pareto-optimal" in said
 
 
 def test_the_page_leads_to_the_reports(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["compare", "one/run", "two/run/report.json", "--csv", "all.csv"]) == 0
     assert not Path("comparison.html").exists()
     said = capsys.readouterr().out
-    assert "1  one/run: usable, 0.00 s, on the frontier" in said
+    assert "1  one/run: usable, 0.00 s, Pareto-optimal" in said
     assert "~-0.0050" in said
     assert max(map(len, said.splitlines())) <= 80
     with Path("all.csv").open() as stream:
@@ -301,13 +301,13 @@ def test_speeds_relative_to_other_float_engines(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 0.9, 2.0, latency=_timed(one)) for name, one in told.items()]
     found = compare(read_runs(runs))
     note = (
-        "speeds are not comparable, for they are relative to different float engines: openvino float32 (a, c); "
-        "openvino bfloat16 (b); compare ms"
+        "speed-ups are not comparable, because they are relative to different float engines: openvino float32 (a, c); "
+        "openvino bfloat16 (b); compare latencies"
     )
     assert note in found.notes
     assert "openvino bfloat16 (b)" in html_from_comparison(found, "two", tmp_path)
     assert [row["speedup_over"] for row in csv.DictReader(csv_text(found).splitlines())] == list(told.values())
-    assert not [note for note in compare(read_runs([runs[0], runs[2]])).notes if "speeds" in note]
+    assert not [note for note in compare(read_runs([runs[0], runs[2]])).notes if "speed-ups" in note]
 
 
 def _output(sqnr_db: float | None) -> OutputDistance:
@@ -322,11 +322,11 @@ def test_without_a_score_the_outputs_are_compared(tmp_path: Path) -> None:
     found = compare(read_runs([tmp_path / name for name in told]))
     said = _printed(found)
     rows = [line.split() for line in said.splitlines()]
-    assert [row for row in rows if row[:1] == ["dB"]] == [["dB", "ms", "speed", "size"]]
+    assert [row for row in rows if row[:1] == ["dB"]] == [["dB", "ms", "speed-up", "size"]]
     assert [row[1] for row in rows if row[-1:] == ["KiB"]] == ["equal", "40.6", "17.0"]
     assert "1.0 KiB" in said
     page = html_from_comparison(found, "three", tmp_path)
-    assert "The outputs of c are the nearest: equal to those of its float model." in page
+    assert "The outputs of c are nearest to the float model: no difference." in page
     assert "SQNR, dB" in page
     assert "95% interval</th>" not in page
     assert [row["sqnr_db"] for row in csv.DictReader(csv_text(found).splitlines())] == ["17.0", "40.6", "inf"]
@@ -395,17 +395,17 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for words, said in (
         ([folder], "1 run to compare; expected two or more"),
         ([tmp_path], "1 run to compare; expected two or more"),
-        ([folder, folder / "report.json"], "is named twice"),
-        ([folder, tmp_path], "is named twice"),
+        ([folder, folder / "report.json"], "is listed twice"),
+        ([folder, tmp_path], "is listed twice"),
         ([folder, tmp_path / "nowhere"], "nowhere"),
     ):
         assert main(["compare", *map(str, words)]) == 1
         assert said in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert main(["compare", str(folder), str(tmp_path / "empty")]) == 1
-    assert "holds no report.json, and no folder in it does; expected a folder" in capsys.readouterr().err
-    (folder / "resamples.json").write_text(json.dumps({"rows": "r"}))
-    with pytest.raises(QuantizerError, match=r"resamples\.json cannot be read .*; remove it to compare without"):
+    assert "contains no report.json, and no folder in it does; expected a folder" in capsys.readouterr().err
+    (folder / "resamples.json").write_text(json.dumps({"samples_hash": "r"}))
+    with pytest.raises(QuantizerError, match=r"resamples\.json cannot be read .*; delete it to compare without"):
         read_resamples(folder)
 
 
@@ -422,18 +422,18 @@ def test_runs_are_text_table_picture_and_page(tmp_path: Path, monkeypatch: pytes
     assert "\x1b" not in text
     assert re.search(r"1 +0\.8900 .*best .*2\.00", text)
     page = runs._repr_html_()
-    assert page.startswith("<p>The best score is 0.8900, of good. The fastest is fast, 1.00 ms a batch.</p>")
+    assert page.startswith("<p>The best score is 0.8900, of good. The fastest is fast, 1.00 ms per batch.</p>")
     assert page.count("<table>") == 1
     assert runs.plot().svg.count("<circle") == 4  # two runs and two signs of the legend
     assert runs.report(tmp_path / "runs.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
-    other = (Score(which="float", value=0.9, metric="F1 & more"), Score(which="engine", value=0.7, metric="F1 & more"))
+    other = (Score(form="float", value=0.9, metric="F1 & more"), Score(form="engine", value=0.7, metric="F1 & more"))
     runs = quantizer.compare_runs(
         [write_run(tmp_path / "a", 0.8, 1.0), write_run(tmp_path / "b", 0.7, 1.0, scores=other)]
     )
-    assert "not compared with a, and not in the picture: b; accuracy and F1 & more" in runs.notes[0]
+    assert "not compared with a, and not in the chart: b; accuracy and F1 & more" in runs.notes[0]
     assert "F1 &amp; more" in runs._repr_html_()
 
 

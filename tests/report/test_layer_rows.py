@@ -99,7 +99,7 @@ def test_several_of_one_kind_keep_their_numbers() -> None:
 
 def test_columns_without_a_value_are_left_out() -> None:
     titles = [column.title for column in layers_table(layer_rows(SITES), None).columns]
-    assert titles == ["layer", "operation", "activations", "weights", "amax", "SQNR, dB", "share of work"]
+    assert titles == ["layer", "operation", "activations", "weights", "amax", "SQNR, dB", "share of multiply-adds"]
     whole = [column.title for column in layers_table(layer_rows(SITES, (), RANKING, TIMES), "gradient").columns]
     assert whole == [*titles[:6], "estimated divergence", titles[6], "quantized, us", "float, us"]
     assert layers_table((), None).columns == []
@@ -109,15 +109,15 @@ def test_what_groups_would_give_back_and_cost() -> None:
     rows = group_rows(SITES, RANKING, TIMES, [Diagnosis(group="qk", sqnr_db=12.5)])
     assert [row.group for row in rows] == ["qk", "adds"]
     first, second = rows
-    assert (first.error, first.alone_db, first.cost_us, first.back) == (0.5, 12.5, 40.0, False)
+    assert (first.error, first.sqnr_alone_db, first.cost_us, first.in_float) == (0.5, 12.5, 40.0, False)
     # A coarse group has the times of its parts; here float is faster.
-    assert (second.low_us, second.float_us, second.cost_us, second.alone_db) == (9.0, 4.0, -5.0, None)
+    assert (second.low_us, second.float_us, second.cost_us, second.sqnr_alone_db) == (9.0, 4.0, -5.0, None)
 
 
 def test_a_group_in_float_says_so() -> None:
     floated = dataclasses.replace(KEY, quantized=False, operands=(_operand("input", "qk", quantized=False),))
-    assert group_rows([floated], RANKING[:1])[0].back
-    assert not group_rows([floated, QUERY], RANKING[:1])[0].back
+    assert group_rows([floated], RANKING[:1])[0].in_float
+    assert not group_rows([floated, QUERY], RANKING[:1])[0].in_float
 
 
 def test_groups_with_times_alone_come_cheapest_first() -> None:
@@ -134,12 +134,12 @@ def test_the_page_has_the_layers_and_the_groups() -> None:
     latency_fallback = dataclasses.replace(record.latency_fallback, groups=TIMES)
     page = html_from_record(dataclasses.replace(record, latency_fallback=latency_fallback))
     section = page[page.index('<section id="layers">') : page.index('<section id="coverage">')]
-    layers, _, groups = section.partition("What if these fall back to float")
-    assert '<td class="qz-mono">layer.0.query</td>' in layers
+    layers, _, groups = section.partition("Gain and cost of keeping groups in float")
+    assert '<td class="qz-mono">layer.<wbr>0.<wbr>query</td>' in layers
     assert "linear_9" not in layers
-    for title in ("Layer", "Activations", "SQNR, dB", "Estimated divergence", "Quantized, us", "Float, us"):
+    for title in ("Layer", "Activations", "SQNR, dB", "Estimated divergence", "Quantized, µs", "Float, µs"):
         assert f">{title}</th>" in layers
-    assert ">Costs, us</th>" in groups
+    assert ">Latency cost, µs</th>" in groups
     assert '<td class="qz-num" data-sort="40.0">40</td>' in groups
     # Both can be sorted and filtered, and are there without a script.
     assert section.count('<div class="sortable"><div class="qz-table"') == 2
@@ -149,8 +149,8 @@ def test_the_page_has_the_layers_and_the_groups() -> None:
 def test_the_page_counts_what_ran() -> None:
     page = html_from_record(bare_record(coverage=SITES))
     assert "All 4 sites that ran</summary>" in page
-    assert "1 site that never ran in calibration, and counts nowhere" in page
-    tile = page[page.index("Work in low precision") :][:120]
+    assert "1 site that never ran in calibration, and is not counted" in page
+    tile = page[page.index("Multiply-adds in low precision") :][:120]
     assert "3 of 4 sites" in tile
     assert "run in low precision, in 3 of 4 sites" in page
     assert "never ran" not in page[: page.index("1 site that never ran")]

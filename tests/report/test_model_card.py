@@ -24,7 +24,7 @@ def _card(record: RunRecord, folder: Path) -> tuple[dict[str, object], str]:
 def test_scores_are_metadata_and_figures_a_table(tmp_path: Path) -> None:
     record = sample_record()
     metadata, body = _card(record, tmp_path)
-    engine = next(score for score in record.scores if score.which == "engine")
+    engine = next(score for score in record.scores if score.form == "engine")
     assert metadata["library_name"] == "quantizer"
     (entry,) = metadata["model-index"]  # type: ignore[misc]
     (result,) = entry["results"]
@@ -33,7 +33,7 @@ def test_scores_are_metadata_and_figures_a_table(tmp_path: Path) -> None:
     ]
     assert {"name", "type"} == set(result["dataset"])
     told = f"batch {record.latency.batch} x {record.latency.sequence}, threads: 1, float is openvino float32"
-    assert f"| latency, median, {told} |" in body
+    assert f"| median latency, {told} |" in body
     assert "| peak memory |" in body
     assert str(record.machine["cpu"]) in body
     assert f"distribution `enginequant` {quantizer.__version__} or later with the extra `openvino`" in body

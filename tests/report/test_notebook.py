@@ -119,14 +119,14 @@ def test_a_counter_that_runs_is_no_residual_add() -> None:
     q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(Counts().eval(), [torch.randn(4, 8)])
     assert q.coverage.by_kind()["residual_add"][1] == 1
-    assert q.coverage.title().endswith("; print .all for 1 addition that joins no branches")
+    assert q.coverage.title().endswith("; print .all for 1 addition that is no residual add")
 
 
 def test_the_title_counts_tables_that_stay_float() -> None:
     q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8)).eval(), [torch.arange(8)])
     assert q.coverage.title().endswith(
-        "; print .all for 1 addition that joins no branches and 1 table that is not quantized"
+        "; print .all for 1 addition that is no residual add and 1 table that is not quantized"
     )
     assert "a table of 128 numbers" in q.coverage.all.text()
 
@@ -270,17 +270,17 @@ def test_long_names_leave_room_for_every_column() -> None:
         for name in (f"{'layer.' * 16}{number}.matmul_0" for number in range(30))
     }  # fmt: skip
     lines = str(Ranges(plan)).splitlines()
-    assert lines[0].startswith("60 ranges, 60 of them used")
+    assert lines[0].startswith("60 ranges, 60 in use")
     assert all(len(line) <= 120 for line in lines)
     # 40 operands of 20 sites, and no line of them broken.
     assert sum(line.startswith("layer.") for line in lines) == 20
     assert [line.split()[0] for line in lines if line.startswith("  ")] == ["operand", *["softmax", "value"] * 20]
     assert all(line.endswith("percentile 99.999") for line in lines if line.startswith("  value"))
-    assert lines[-1].startswith("Rows not shown: 20; print .text() to see all")
+    assert lines[-1].startswith("Rows not shown: 20; print .text() for all rows")
 
 
 def test_no_ranges() -> None:
-    assert str(Ranges({})).startswith("0 ranges, 0 of them used")
+    assert str(Ranges({})).startswith("0 ranges, 0 in use")
 
 
 DATA = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
@@ -330,10 +330,10 @@ def test_sensitivity_and_times_when_they_were_measured(measurable: tuple[Quantiz
     assert {row.low_us for row in timed} == {10.0, 20.0}
     assert {row.cost_us for row in timed.put_back} == {15.0}
     text, page = timed.text(), timed._repr_html_()
-    assert "what if these fall back to float, each alone" in text
+    assert "gain and cost of keeping each group in float" in text
     assert page.count("<table>") == 2
     q.fallback(amp, num=1)
-    assert [row.back for row in q.layers.put_back].count(True) == 1
+    assert [row.in_float for row in q.layers.put_back].count(True) == 1
     assert q.layers.title().startswith(("4 of 5", "5 of 5"))
 
 

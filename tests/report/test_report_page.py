@@ -42,7 +42,7 @@ from quantizer.report.text import significant, typeset
 from quantizer.utils.records import Diagnosis, Fix, RangeCandidate
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
-VOID = {"meta", "input", "br", "img", "link"}
+VOID = {"meta", "input", "br", "img", "link", "wbr"}
 
 
 class Page(HTMLParser):
@@ -116,11 +116,11 @@ def test_every_string_is_escaped() -> None:
 def test_sections_that_were_not_measured_say_so() -> None:
     text = html_from_record(bare_record())
     for sentence in (
-        "Not measured: this run scored nothing.",
-        "Not measured: this run timed no engine and weighed no file.",
+        "Not measured: the run has no evaluation samples.",
+        "Not measured: the run built no engine.",
         "No engine was built.",
         "Not measured: no sites were recorded.",
-        "Not measured: this run did not compare groups.",
+        "Not measured: the run has no <code>amp</code>.",
         "Not measured: no operand has a range.",
         "No source was rewritten.",
     ):
@@ -153,9 +153,9 @@ def test_what_a_run_did_not_do_is_left_out() -> None:
 def test_a_histogram_as_a_picture() -> None:
     figure = ElementTree.fromstring(histogram_figure(sample_histogram()))
     words = "".join(figure.itertext())
-    assert "100,000 values from -7.900 to 6.200, judged in int8" in words
+    assert "100,000 values from -7.900 to 6.200, format int8" in words
     assert "mse, chosen" in words
-    assert "amax 3.500, clips 0.00300%, 24.6 dB" in words
+    assert "amax 3.500, clips 0.00300%, SQNR 24.6 dB" in words
     svg = "{http://www.w3.org/2000/svg}"
     kept, clipped = (path.attrib["d"].split("M")[1:] for path in figure.iter(f"{svg}path"))
     # Bins 0 to 6 begin within the chosen range; empty ones are not drawn.
@@ -249,17 +249,17 @@ def test_summary_of_a_run_that_measured_nothing(tmp_path: Path) -> None:
     print_record(bare_record(), tmp_path, Console(file=stream, width=100))
     assert "not measured" in stream.getvalue()
     assert "not built" in stream.getvalue()
-    with pytest.raises(QuantizerError, match="no such file; give the folder of a finished run"):
+    with pytest.raises(QuantizerError, match="no such file; expected the folder of a finished run"):
         print_summary(tmp_path, Console(file=stream))
 
 
 @pytest.mark.parametrize(
     ("interval", "better", "words"),
     [
-        ((-0.02, 0.01), True, "includes zero, so these examples show no certain change"),
-        ((-0.02, -0.01), True, "lies below zero, so this is a real loss"),
-        ((0.01, 0.02), True, "lies above zero, so this is a real gain"),
-        ((0.01, 0.02), False, "lies above zero, so this is a real loss"),
+        ((-0.02, 0.01), True, "includes zero, so the change is not significant"),
+        ((-0.02, -0.01), True, "lies below zero, so this is a significant loss"),
+        ((0.01, 0.02), True, "lies above zero, so this is a significant gain"),
+        ((0.01, 0.02), False, "lies above zero, so this is a significant loss"),
         (None, True, "no interval was computed"),
     ],
     ids=["none", "loss", "gain", "loss-lower-is-better", "no-interval"],
@@ -267,8 +267,8 @@ def test_summary_of_a_run_that_measured_nothing(tmp_path: Path) -> None:
 def test_verdict_on_the_score(interval: tuple[float, float] | None, better: bool, words: str) -> None:
     common = {"metric": "m", "higher_is_better": better}
     scores = (
-        Score(which="float", value=0.9, **common),  # type: ignore[arg-type]
-        Score(which="engine", value=0.9, difference=0.0, interval=interval, **common),  # type: ignore[arg-type]
+        Score(form="float", value=0.9, **common),  # type: ignore[arg-type]
+        Score(form="engine", value=0.9, difference=0.0, interval=interval, **common),  # type: ignore[arg-type]
     )
     assert words in verdict(bare_record(scores=scores))
 
@@ -314,13 +314,18 @@ def test_the_page_is_the_recorded_one() -> None:
     assert page == json.loads(recorded.read_text(encoding="utf-8"))
 
 
-def test_the_first_lines_name_what_costs_most() -> None:
-    fix = Fix(setting="activations: {smoothquant_alpha: 0.7}", gain_db=4.9, alone_db=6.0)
+def test_fixes_are_shown_unless_the_verdict_is_usable() -> None:
+    fix = Fix(setting="activations: {smoothquant_alpha: 0.7}", gain_db=4.9, gain_alone_db=6.0)
     found = Diagnosis(group="layer.3", sqnr_db=24.7, findings=("its channels differ by 15x",), fix=fix)
-    page = html_from_record(dataclasses.replace(sample_record(), diagnoses=(found,)))
-    header = page[page.index("<header>") : page.index("</header>")]
-    assert "1. layer.3: 24.7 dB alone" in header
-    assert "fix: quantizer: {activations: {smoothquant_alpha: 0.7}}, measured gain 4.9 dB" in header
+    usable = dataclasses.replace(sample_record(), diagnoses=(found,))
+    scores = tuple(dataclasses.replace(one, difference=-0.1, interval=None) for one in usable.scores)
+    shown = "1. layer.3: output SQNR 24.7 dB if only it is quantized; its channels differ by 15\N{MULTIPLICATION SIGN}"
+    fix_shown = "fix: quantizer: {activations: {smoothquant_alpha: 0.7}}, measured gain 4.9 dB"
+    for record, needs_fix in ((usable, False), (dataclasses.replace(usable, scores=scores), True)):
+        page = html_from_record(record)
+        header = page[page.index("<header>") : page.index("</header>")]
+        assert page.count(shown) == 1
+        assert (shown in header, fix_shown in header, fix_shown in page) == (needs_fix, needs_fix, needs_fix)
 
 
 def test_the_picture_of_a_placement_without_errors() -> None:
@@ -348,17 +353,17 @@ def test_the_picture_of_a_choice() -> None:
     alone = dataclasses.replace(choice, candidates=choice.candidates[:1])
     assert ">1.00x<" in candidates_svg(alone)
     # Not all have a score: outputs are compared.
-    assert ">dB<" in candidates_svg(choice)
+    assert ">SQNR, dB<" in candidates_svg(choice)
     scores = (-0.0013, 0.0, 0.0002)
     scored = tuple(
         dataclasses.replace(one, score_difference=score)
         for one, score in zip(choice.candidates[:3], scores, strict=True)
     )
     picture = candidates_svg(dataclasses.replace(choice, candidates=scored))
-    assert ">score to float<" in picture
+    assert ">score difference<" in picture
     heights = [float(found) for found in re.findall(r'cy="([0-9.]+)" r="5"', picture)][-3:]
     assert heights[0] > heights[1] > heights[2]
     alike = tuple(dataclasses.replace(one, score_difference=0.0) for one in scored)
-    assert ">score to float<" in candidates_svg(dataclasses.replace(choice, candidates=alike))
+    assert ">score difference<" in candidates_svg(dataclasses.replace(choice, candidates=alike))
     none = dataclasses.replace(choice, candidates=choice.candidates[3:])
     assert "No engine ran." in candidates_svg(none)

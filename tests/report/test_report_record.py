@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 def test_round_trip(tmp_path: Path, make: object) -> None:
     record = make()  # type: ignore[operator]
     assert read_record(write_record(record, tmp_path / "report.json")) == record
-    assert json.loads((tmp_path / "report.json").read_text())["version"] == 10
+    assert json.loads((tmp_path / "report.json").read_text())["version"] == 11
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
@@ -55,9 +55,9 @@ def test_what_json_cannot_hold_survives(tmp_path: Path) -> None:
 
 def test_numpy_scalars_and_lists_are_taken() -> None:
     numbers: dict[str, Any] = {"value": np.float32(0.5), "samples": np.int64(3), "interval": [0, 1]}
-    score = Score(which="float", metric="accuracy", **numbers)
+    score = Score(form="float", metric="accuracy", **numbers)
     record = record_from_mapping(mapping_from_record(bare_record(scores=[score], config={"path": Path("a/b")})))
-    assert record.scores == (Score(which="float", value=0.5, metric="accuracy", samples=3, interval=(0.0, 1.0)),)
+    assert record.scores == (Score(form="float", value=0.5, metric="accuracy", samples=3, interval=(0.0, 1.0)),)
     assert record.config == {"path": "a/b"}
 
 
@@ -76,11 +76,11 @@ def test_a_value_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("version", [1, 8, 9, 11, 0, None, "10", True])
+@pytest.mark.parametrize("version", [1, 9, 10, 12, 0, None, "11", True])
 def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"version": version, "anything": 1}))
-    with pytest.raises(QuantizerError, match=r"report\.json: version .* reads version 10 only"):
+    with pytest.raises(QuantizerError, match=r"report\.json: version .* reads version 11 only"):
         read_record(path)
 
 
@@ -92,8 +92,8 @@ def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
         ({"model": {"source": "a", "task": "b"}}, r"\.model: missing field 'parameters'"),
         ({"model": {"source": "a", "task": "b", "parameters": 1.5}}, r"\.parameters: expected a whole number, got"),
         ({"scores": {}}, r"\.scores: expected a list, got \{\}"),
-        ({"scores": [{"which": "a", "value": "x", "metric": "m"}]}, r"scores\[0\]\.value: expected a number, got 'x'"),
-        ({"scores": [{"which": "a", "value": 1, "metric": "m", "interval": [1]}]}, r"interval: expected a list of 2"),
+        ({"scores": [{"form": "a", "value": "x", "metric": "m"}]}, r"scores\[0\]\.value: expected a number, got 'x'"),
+        ({"scores": [{"form": "a", "value": 1, "metric": "m", "interval": [1]}]}, r"interval: expected a list of 2"),
         ({"machine": {"cpu": [1]}}, r"machine\.cpu: expected a string or a whole number or a number or null"),
         ({"versions": []}, r"\.versions: expected an object"),
         ({"covered_share": 10**400}, r"\.covered_share: expected a number"),
@@ -115,7 +115,7 @@ def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, object], messa
         (b'{"version": 1,', "not a JSON file"),
         (b"[1]", "expected an object with the fields of a run record"),
         (b"\xff\xfe", "cannot be read"),
-        (b'{"version": 10}', "missing field 'name', 'created', 'config', 'model'"),
+        (b'{"version": 11}', "missing field 'name', 'created', 'config', 'model'"),
         (b"[" * 200_000, "nested too deep|not a JSON file"),
         (b'{"name": "\\ud800"}', "half a character"),
         (b"9" * 5_000, "not a JSON file .Exceeds the limit"),
@@ -130,7 +130,7 @@ def test_a_broken_file_is_refused(tmp_path: Path, content: bytes, message: str) 
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(QuantizerError, match=r"no such file; give the folder of a finished run"):
+    with pytest.raises(QuantizerError, match=r"no such file; expected the folder of a finished run"):
         read_record(tmp_path / "report.json")
 
 
@@ -182,7 +182,7 @@ def test_ratios_are_float_divided_by_this() -> None:
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        ({"engine": [1.0]}, "no entry 'float' to take ratios to; there are: engine"),
+        ({"engine": [1.0]}, "no entry 'float' for the ratios; expected one among engine"),
         ({"float": []}, "latency of 'float': no times"),
         ({"float": [1.0], "engine": [0.0]}, "latency of 'engine' is 0.0; expected a number above 0"),
         ({"float": [math.nan]}, "latency of 'float' is nan"),
@@ -234,4 +234,4 @@ def test_a_histogram_without_values_is_refused(tmp_path: Path, counts: list[int]
 @pytest.mark.parametrize("setting", ["exclude: {sites: ['a]}", "", "a", "a: 1\nb: 2", "- a"])
 def test_the_setting_of_a_cure_is_one_section(setting: str) -> None:
     with pytest.raises(ValueError, match=r"\S"):
-        Fix(setting=setting, gain_db=1.0, alone_db=2.0)
+        Fix(setting=setting, gain_db=1.0, gain_alone_db=2.0)

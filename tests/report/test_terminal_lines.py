@@ -53,7 +53,7 @@ def test_the_result_of_a_run_comes_last_in_a_few_lines(tmp_path: Path, width: in
     ends = [line.split()[0] for line in lines[start:] if line[:1].isalpha()]
     assert ends[-2:] == ["engine", "report"]
     assert f"layers  quantizer show {tmp_path} --layers" in lines
-    assert "that take longest" not in stream.getvalue()
+    assert "slowest layers" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -63,18 +63,18 @@ def test_layers_are_shown_when_they_are_asked_for(tmp_path: Path, width: int) ->
     print_layers(tmp_path, Console(file=stream, width=width))
     lines = stream.getvalue().splitlines()
     assert all(len(line) <= width for line in lines)
-    start = lines.index(next(line for line in lines if "the 10 layers that take longest" in line))
-    # A heading, a rule, and a line each.
-    assert len(lines) - start == 1 + 2 + 10
-    assert all(line.startswith("encoder.") and "…" in line and "FullyConnected" in line for line in lines[start + 3 :])
-    assert lines[start + 3].split()[0].endswith("Fusion11")
+    start = lines.index(next(line for line in lines if "the 10 slowest layers" in line))
+    # A title, two lines of headings, a rule, and a line each.
+    assert len(lines) - start == 1 + 3 + 10
+    assert all(line.startswith("encoder.") and "…" in line and "FullyConnected" in line for line in lines[start + 4 :])
+    assert lines[start + 4].split()[0].endswith("Fusion11")
     bullets = [line for line in lines if line.startswith(("- ", "  "))]
     assert any(line.startswith("  ") for line in bullets)
 
 
 def test_a_run_without_an_engine_has_no_layers(tmp_path: Path) -> None:
     write_record(replace(sample_record(), inspection=None), tmp_path / "report.json")
-    with pytest.raises(QuantizerError, match="the run built no engine, and has no layers to show"):
+    with pytest.raises(QuantizerError, match="the run built no engine, so there are no layers to show"):
         print_layers(tmp_path, Console(file=io.StringIO()))
 
 

@@ -139,7 +139,7 @@ def test_what_was_set_and_measured_is_flat() -> None:
     latency = {entry.name: entry for entry in record.latency.engines} if record.latency else {}
     assert found["latency_ms.engine"] == latency["engine"].median_ms
     assert found["speedup.engine"] == latency["engine"].ratio_to_float
-    scores = {score.which: score for score in record.scores}
+    scores = {score.form: score for score in record.scores}
     assert found[f"score.float.{scores['float'].metric}"] == scores["float"].value
     assert f"score_difference.float.{scores['float'].metric}" not in found
     assert found[f"score_difference.engine.{scores['engine'].metric}"] == scores["engine"].difference
@@ -245,7 +245,7 @@ def test_a_tracker_that_fails_costs_one_line(error: Exception, folder: Path, mon
 
     _module(monkeypatch, "wandb", init=fail)
     said = track("wandb", sample_record(), folder)
-    assert said.startswith(f"warning: wandb did not take the results ({type(error).__name__}: ")
+    assert said.startswith(f"warning: wandb rejected the results ({type(error).__name__}: ")
     assert said.endswith(f"the run is complete in {folder}")
     assert "\n" not in said
     assert len(said) < 300 + len(str(folder))

@@ -62,22 +62,28 @@ FAST = {"engine": ENGINE, "latency": _latency(float=4.0, engine=2.0)}
 @pytest.mark.parametrize(
     ("difference", "interval", "higher", "level", "said"),
     [
-        (-0.004, (-0.006, 0.001), True, "usable", "accuracy 0.7960, -0.0040 to float, 0.500% of it"),
-        (-0.004, (-0.020, 0.010), True, "usable", "with chance it may be 2.50%: more samples tell"),
-        (+0.004, None, True, "usable", "accuracy 0.8040, +0.0040 to float"),
-        (-0.016, None, True, "check", "2.00% of it"),
-        (-0.040, None, True, "do not use", "5.00% of it"),
-        (-0.040, (-0.090, 0.010), True, "check", "which chance can explain: more samples tell"),
-        (+0.040, None, False, "do not use", "5.00% of it"),
-        (-0.040, None, False, "usable", "-0.0400 to float"),
+        (-0.004, (-0.006, 0.001), True, "usable", "accuracy 0.7960, -0.0040 against float (0.500% lost)"),
+        (-0.004, (-0.020, 0.010), True, "usable", "the 95% interval includes a loss of 2.50%"),
+        (+0.004, None, True, "usable", "accuracy 0.8040, +0.0040 against float"),
+        (-0.016, None, True, "check", "(2.00% lost)"),
+        (-0.040, None, True, "do not use", "(5.00% lost)"),
+        (
+            -0.040,
+            (-0.090, 0.010),
+            True,
+            "check",
+            "not significant: the 95% interval includes 0; evaluate on more samples",
+        ),
+        (+0.040, None, False, "do not use", "(5.00% lost)"),
+        (-0.040, None, False, "usable", "-0.0400 against float"),
     ],
 )
 def test_on_the_score(
     difference: float, interval: tuple[float, float] | None, higher: bool, level: str, said: str
 ) -> None:
-    plain = Score(which="float", value=0.8, metric="accuracy", higher_is_better=higher)
+    plain = Score(form="float", value=0.8, metric="accuracy", higher_is_better=higher)
     engine = Score(
-        which="engine",
+        form="engine",
         value=0.8 + difference,
         metric="accuracy",
         difference=difference,
@@ -99,7 +105,7 @@ def test_on_the_worst_output_without_a_score(decibels: float, level: str) -> Non
     outputs = (_output(), _output(output="pooled", sqnr_db=decibels, proxy_sqnr_db=decibels))
     verdict = verdict_of(bare_record(outputs=outputs, **FAST))
     assert verdict.level == level
-    assert f"the output of pooled is {decibels:.1f} dB from float, cosine 0.9980" in str(verdict)
+    assert f"SQNR of the output pooled {decibels:.1f} dB, cosine 0.9980" in str(verdict)
 
 
 def test_an_output_without_a_difference() -> None:
@@ -109,8 +115,18 @@ def test_an_output_without_a_difference() -> None:
 @pytest.mark.parametrize(
     ("verdict", "evaluation", "level", "said"),
     [
-        ("not met", 0.04, "do not use", "max_drop 0.0200 is not met: the engine drops by 0.0400 in evaluation"),
-        ("not met", None, "do not use", "max_drop 0.0200 is not met: the best plan drops by 0.0300 in tuning"),
+        (
+            "not met",
+            0.04,
+            "do not use",
+            "max_drop 0.02 is not met: the engine drops by 0.0400 on the evaluation samples",
+        ),
+        (
+            "not met",
+            None,
+            "do not use",
+            "max_drop 0.02 is not met: the best plan drops by 0.0300 on the tuning samples",
+        ),
         ("not met, within noise", 0.03, "check", "not met, within noise: the engine drops by 0.0300"),
         ("met, within noise", 0.01, "usable", None),
         ("met", 0.01, "usable", None),
@@ -119,7 +135,7 @@ def test_an_output_without_a_difference() -> None:
 def test_a_missed_budget_comes_first(
     verdict: str, evaluation: float | None, level: str, said: str | None, tmp_path: Path
 ) -> None:
-    outcome = BudgetOutcome(asked=0.02, tuning=0.03, which="engine", evaluation=evaluation, verdict=verdict)
+    outcome = BudgetOutcome(max_drop=0.02, tuning_drop=0.03, form="engine", evaluation_drop=evaluation, verdict=verdict)
     record = bare_record(outputs=(_output(),), fallback=FallbackRecord(groups=(), reason="r", outcome=outcome), **FAST)
     found = verdict_of(record)
     assert found.level == level
@@ -135,7 +151,7 @@ def test_a_missed_budget_comes_first(
 
 
 def test_a_speed_that_was_not_reached_comes_first() -> None:
-    times = {"where": "here", "low_ms": 1.0, "float_ms": 2.0, "predicted_ms": 1.0, "back": 0}
+    times = {"conditions": "here", "low_ms": 1.0, "float_ms": 2.0, "predicted_ms": 1.0, "float_groups": 0}
     check = SpeedCheck(groups=0, speedup=2.0)
     latency_fallback = LatencyFallback(**times, groups=(), min_speedup=3.0, checks=(check,))  # type: ignore[arg-type]
     found = verdict_of(bare_record(outputs=(_output(),), latency_fallback=latency_fallback, **FAST))
@@ -146,20 +162,20 @@ def test_a_speed_that_was_not_reached_comes_first() -> None:
 def test_nothing_to_judge_by() -> None:
     verdict = verdict_of(bare_record())
     assert verdict.level == "check"
-    assert verdict.reasons == ("neither a score nor the outputs were compared with the float model's",)
+    assert verdict.reasons == ("neither a score nor outputs were compared with the float model",)
 
 
 def test_nothing_is_quantized() -> None:
     site = Site(name="a", kind="linear", host_type="Linear", file="a.py", line=1, quantized=False, reason="excluded")
     verdict = verdict_of(bare_record(coverage=(site,), outputs=(_output(),), **FAST))
-    assert str(verdict) == "do not use: nothing is quantized; 2.00x as fast as the float engine (openvino float32)"
+    assert str(verdict) == "do not use: nothing is quantized"
 
 
 def test_without_a_score_the_worst_shape_is_judged() -> None:
     usual, large = _output(sqnr_db=30.0, batch=8, sequence=128), _output(sqnr_db=17.0, batch=32, sequence=512)
     verdict = verdict_of(bare_record(outputs=(usual, large), **FAST))
     assert verdict.level == "check"
-    assert "the output at 32 x 512 is 17.0 dB from float" in str(verdict)
+    assert "SQNR of the output at 32 x 512 17.0 dB" in str(verdict)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +195,7 @@ def test_a_conversion_has_no_float_engine_to_deploy() -> None:
         outputs=(_output(),), engine=ENGINE, latency=_latency(float=2.0, engine=4.0), config={"model": {"source": "m"}}
     )
     assert (
-        verdict_of(record).reasons[0].endswith("as the float engine (openvino float32): convert without --quantization")
+        verdict_of(record).reasons[0].endswith("as the float engine (openvino float32); convert without --quantization")
     )
 
 
@@ -188,7 +204,7 @@ def test_an_engine_that_is_no_faster() -> None:
     verdict = verdict_of(record)
     assert verdict.level == "check"
     assert (
-        "no faster than float here, 0.50x as fast as the float engine (openvino float32): deploy float.engine"
+        "the quantized engine is not faster: 0.50x as fast as the float engine (openvino float32); deploy float.engine"
         in verdict.reasons[0]
     )
 
@@ -197,34 +213,34 @@ def test_an_engine_that_is_no_faster() -> None:
 def test_an_engine_that_is_not_its_proxy(apart: float, level: str) -> None:
     verdict = verdict_of(bare_record(outputs=(_output(sqnr_db=21.0, engine_to_proxy_db=apart),), **FAST))
     assert verdict.level == level
-    said = f"the engine's output logits is {apart} dB from that of the quantized model in PyTorch"
+    said = f"SQNR of the engine's output logits against the quantized model in PyTorch is {apart} dB"
     assert said in verdict.reasons[0].replace("\N{MINUS SIGN}", "-")
 
 
 def test_an_engine_that_did_not_run() -> None:
     verdict = verdict_of(bare_record(outputs=(_output(engine=False),), engine=ENGINE))
     assert verdict.level == "check"
-    assert "the engine was built and did not run here" in verdict.reasons[0]
+    assert "the engine was built but cannot run on this machine" in verdict.reasons[0]
 
 
 @pytest.mark.parametrize(
     ("taken", "said"),
     [
-        (30.0, "20 us more a batch (measured)"),
-        (10.0, "no more time within noise"),
-        (5.0, "no more time within noise (measured)"),
+        (30.0, "measured latency cost 20 us per batch"),
+        (10.0, "measured latency cost within noise"),
+        (5.0, "measured latency cost within noise"),
     ],
 )
 def test_a_cure_says_what_it_costs(taken: float, said: str) -> None:
     latency_fallback = LatencyFallback(
-        where="openvino",
+        conditions="openvino",
         low_ms=1.0,
         float_ms=2.0,
         predicted_ms=1.0,
-        back=0,
+        float_groups=0,
         groups=(GroupTime(group="head", low_us=10.0, float_us=taken),),
     )
-    leave = Fix(setting="exclude: {sites: [head]}", gain_db=2.0, alone_db=float("inf"))
+    leave = Fix(setting="exclude: {sites: [head]}", gain_db=2.0, gain_alone_db=float("inf"))
     (line,) = diagnosis_lines([Diagnosis(group="head", sqnr_db=20.0, fix=leave)], latency_fallback)
     assert said in line
     assert "batch" not in diagnosis_lines([Diagnosis(group="head", sqnr_db=20.0, fix=leave)])[0]
@@ -239,16 +255,19 @@ def test_float_products_and_a_wrong_float_engine_are_told() -> None:
     record = bare_record(covered_share=0.9, inspection=inspection, **slow)
     verdict = verdict_of(record)
     assert verdict.level == "check"
-    assert any(one.startswith("onnxruntime computes 0% of the work in low precision") for one in verdict.reasons)
+    assert any(one.startswith("onnxruntime runs 0% of the multiply-adds in low precision") for one in verdict.reasons)
     assert any(one.endswith("deploy float.engine") for one in verdict.reasons)
     # What is wrong itself is not advised, and of two wrong engines none is.
     verdict = verdict_of(replace(record, float_engine_db=1.8))
     assert not any("deploy float.engine" in one for one in verdict.reasons)
-    assert any("1.8 dB from the model in PyTorch: do not deploy it" in one for one in verdict.reasons)
+    assert any(
+        "SQNR of the float engine against the model in PyTorch is 1.8 dB: do not deploy it" in one
+        for one in verdict.reasons
+    )
     both = replace(record, float_engine_db=1.8, outputs=(_output(sqnr_db=1.8, engine_to_proxy_db=1.8),))
     verdict = verdict_of(both)
     assert verdict.level == "do not use"
-    assert any("no engine of this backend is right" in one for one in verdict.reasons)
+    assert any("no engine of this backend is correct" in one for one in verdict.reasons)
 
 
 QUIET = [10.0, 10.1, 9.9, 10.2, 9.8]
@@ -289,7 +308,9 @@ def test_a_wide_middle_half_is_called_noisy(name: str, tmp_path: Path) -> None:
     wild = [10.0, 8.0, 12.0, 10.0, 8.0, 12.0]
     latency = _spread(wild) if name == "engine" else _spread(QUIET, wild)
     said = noise_sentence(latency)
-    assert said.startswith(f"The timing is noisy: the middle half of the times of {name} spans 30.0% of their median (")
+    assert said.startswith(
+        f"The timing is noisy: the middle half of the latencies of {name} spans 30.0% of the median ("
+    )
     record = bare_record(latency=latency)
     assert said in verdict(record)
     assert said in _printed(record, tmp_path)
@@ -302,7 +323,7 @@ def test_a_quiet_measurement_says_nothing_and_shows_its_spread(tmp_path: Path) -
     assert "noisy" not in _printed(record, tmp_path)
     page = html_from_record(record)
     assert "9.90 to 10.1 ms" in page.replace("\N{NO-BREAK SPACE}", " ")
-    assert "Half of the times lie in the middle half." in page
+    assert "Half of the latencies lie within the middle half." in page
 
 
 def test_a_report_without_quartiles_is_read() -> None:
@@ -315,11 +336,11 @@ def test_a_report_without_quartiles_is_read() -> None:
 
 def test_sites_and_work_are_told_apart() -> None:
     said = verdict(sample_record())
-    assert "of the multiply-adds, the work, run in low precision, in " in said
-    assert "sites (operations, large and small)" in said
+    assert "of the multiply-adds run in low precision, in " in said
+    assert "of 60 sites" in said
     page = html_from_record(sample_record())
-    assert "Work in low precision" in page
-    assert "A residual add counts as a site and does none of it" in page
+    assert "Multiply-adds in low precision" in page
+    assert "a residual add is a site without multiply-adds" in page
     uncounted = replace(
         sample_record(), covered_share=None, coverage=(replace(sample_record().coverage[0], multiply_adds=None),)
     )

@@ -83,8 +83,8 @@ def test_the_end_says_whether_the_budget_is_met(
     difference: float, interval: tuple[float, float] | None, higher: bool, verdict: str
 ) -> None:
     common: dict[str, Any] = {"metric": "m", "higher_is_better": higher}
-    engine = Score(which="engine", value=0.9, difference=difference, interval=interval, **common)
-    outcome = budget_outcome(FOUND, 0.002, (), [Score(which="float", value=0.9, **common), engine])
+    engine = Score(form="engine", value=0.9, difference=difference, interval=interval, **common)
+    outcome = budget_outcome(FOUND, 0.002, (), [Score(form="float", value=0.9, **common), engine])
     assert outcome.verdict == verdict
     assert outcome.evaluation == pytest.approx(-difference if higher else difference)
     line = budget_line(outcome)

@@ -38,7 +38,7 @@ def test_the_least_the_usual_the_largest_and_two_between() -> None:
 def test_every_size_has_enough_real_samples() -> None:
     batches = [{"x": torch.arange(4.0)[:, None] + 4 * number} for number in range(16)]
     feed = ModuleFeed(batches)
-    feed.rows_apart = True
+    feed.samples_independent = True
     made = check_batches(feed, batches, [(4, 1), (1, 1), (3, 1)])
     counts: Counter[int] = Counter()
     for batch in made:
@@ -110,7 +110,7 @@ def _checks(engine: _Off, bound: Tolerance, proxy_db: float | None = None) -> li
     torch.manual_seed(0)
     batches = [{"x": torch.randn(4, 16)} for _ in range(16)]
     feed = ModuleFeed(batches)
-    feed.rows_apart = True
+    feed.samples_independent = True
     made = check_batches(feed, batches, check_shapes((1, 4, 32), (1, 1, 1), (4, 1)))
     float_model = _Same() if proxy_db is None else _Same(10 ** (-proxy_db / 20))
     plain = reference_outputs(float_model, made, ["y"])

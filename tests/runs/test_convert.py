@@ -28,7 +28,7 @@ from quantizer.errors import EngineError, QuantizerError
 from quantizer.report.record import RunRecord, read_record
 from quantizer.report.trackers import TRACKERS
 from quantizer.report.verdict import verdict_of
-from quantizer.tasks import build_task, load_model, load_rows, load_tokenizer
+from quantizer.tasks import build_task, load_examples, load_model, load_tokenizer
 from quantizer.utils.files import MARKER
 
 for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
@@ -84,7 +84,7 @@ class Place:
         return f"text-csv:{self.folder / name}.csv"
 
     def texts(self) -> list[str]:
-        return [row.text for row in load_rows("text-csv", path=self.folder / "evaluation.csv")]
+        return [row.text for row in load_examples("text-csv", path=self.folder / "evaluation.csv")]
 
     def served(self, kind: str, backend: str) -> Path:
         """The folder of a model in the model repository."""
@@ -149,7 +149,7 @@ def test_what_was_converted_is_shown_compared_and_run(
         quantization = read_json(folder / "config.json")["quantization"]
         assert "fallback(max_drop=0.5)" in quantization["reason"]
         (check,) = quantization["budget"]
-        assert check["rows"] == len(load_rows("text-csv", path=place.folder / "calibration.csv")) // 3
+        assert check["rows"] == len(load_examples("text-csv", path=place.folder / "calibration.csv")) // 3
         # Which one it is depends on how busy the machine is.
         level = verdict_of(read_record(folder / "report.json")).level
         assert f"<strong>{level.capitalize()}" in (folder / "report.html").read_text(encoding="utf-8")
@@ -175,10 +175,10 @@ def test_engine_and_tokenizer_serve_alone(place: Place, tmp_path: Path, backend:
     task = build_task(
         "sequence-classification", model, load_tokenizer(place.model), max_length=32, batch_size=4, min_length=16
     )
-    rows = load_rows("text-csv", path=place.folder / "evaluation.csv")
+    rows = load_examples("text-csv", path=place.folder / "evaluation.csv")
     scored = read_record(folder / "report.json").scores
     right = sum(label == f"LABEL_{row.label}" for label, row in zip(labels, rows, strict=True))
-    assert right / len(rows) == pytest.approx(next(score.value for score in scored if score.which == "engine"))
+    assert right / len(rows) == pytest.approx(next(score.value for score in scored if score.form == "engine"))
     assert len(set(labels)) == 2
     frozen = Quantizer.load(folder / "quantizer").quantize(model)
     decided = task.predict(lambda batch: frozen(**batch), rows).decisions

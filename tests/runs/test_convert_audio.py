@@ -18,7 +18,7 @@ from tiny_audio import CLASSES, tiny_ast, tiny_ctc, tiny_recordings
 
 from quantizer.pipeline import benchmark
 from quantizer.pipeline.load import load_converted
-from quantizer.tasks import build_task, load_model, load_processor, load_rows
+from quantizer.tasks import build_task, load_examples, load_model, load_processor
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
@@ -48,10 +48,10 @@ def test_a_classifier_is_converted_and_serves(place: Path, monkeypatch: pytest.M
     assert [(one["name"], one["shape"]) for one in config["inputs"]] == [("input_values", ["batch", 64, 32])]
     assert config["quantization"]["sites"]["linear"] == [7, 7]
     scores = read_json(folder / "report.json")["scores"]
-    assert [(one["which"], one["metric"], one["rows"]) for one in scores] == [
+    assert [(one["form"], one["metric"], one["rows"]) for one in scores] == [
         (which, "accuracy", 6) for which in ("float", "proxy", "engine")
     ]
-    rows = load_rows("audio-folder", path=place / "test")[:4]
+    rows = load_examples("audio-folder", path=place / "test")[:4]
     model = load_model(str(place / "ast"), config["task"])
     task = build_task(config["task"], model, load_processor(str(place / "ast"), config["task"]))
     served = load_converted(folder)
@@ -78,7 +78,7 @@ def test_speech_runs_from_yaml(place: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     assert main(["run", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "out")]) == 0
     report = read_json(tmp_path / "out" / "report.json")
-    scores = {one["which"]: one for one in report["scores"]}
+    scores = {one["form"]: one for one in report["scores"]}
     assert {one["metric"] for one in scores.values()} == {"wer"}
     assert all(not one["higher_is_better"] for one in scores.values())
     assert set(scores["engine"]["paired"]) == {"label_flips", "kl_divergence", "sqnr_db"}

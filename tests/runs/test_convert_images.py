@@ -10,7 +10,7 @@ import torch
 
 from quantizer.cli.main import main
 from quantizer.errors import QuantizerError
-from quantizer.tasks import build_task, load_image_processor, load_model, load_rows
+from quantizer.tasks import build_task, load_examples, load_image_processor, load_model
 
 for _package in ("transformers", "PIL", "onnx", "onnxscript", "openvino", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
@@ -86,7 +86,7 @@ def test_engine_and_processor_serve_alone(place: Path, tmp_path: Path, name: str
     shutil.copytree(_made(place, name), folder)
     (folder / "model.onnx").unlink()
     served = load_converted(folder)
-    rows = load_rows("image-folder", path=place / "test")
+    rows = load_examples("image-folder", path=place / "test")
     labels = [label for at in range(0, 12, 4) for label in served.labels([str(row.path) for row in rows[at : at + 4]])]
     source = str(place / name)
     model = load_model(source, "image-classification")
@@ -98,7 +98,7 @@ def test_engine_and_processor_serve_alone(place: Path, tmp_path: Path, name: str
 
 def test_more_images_than_it_was_built_for(place: Path, tmp_path: Path) -> None:
     served = load_converted(_made(place, "vit"))
-    paths = [row.path for row in load_rows("image-folder", path=place / "test")]
+    paths = [row.path for row in load_examples("image-folder", path=place / "test")]
     with pytest.raises(QuantizerError, match="5 images at once, and this engine was built for 1 to 4"):
         served(paths[:5])
     (tmp_path / "bad.jpg").write_text("no image")

@@ -181,7 +181,7 @@ def test_what_is_written_is_compared_token_by_token(converted: Path) -> None:
         agreement = config["generated"]["agreement"][name]
         assert agreement["rows"] == 3
         assert 0 <= agreement["texts"] <= agreement["tokens"] <= 1
-    assert {one.which for one in read_record(converted / "report.json").agreement} == {"proxy", "engine"}
+    assert {one.form for one in read_record(converted / "report.json").agreement} == {"proxy", "engine"}
 
 
 def test_loaded_engines_write_what_the_quantized_model_writes(converted: Path, made: Path, place: Path) -> None:
@@ -264,7 +264,7 @@ def test_beams_are_searched_with_engines(backend: str, tmp_path: Path) -> None:
     (report,) = (tmp_path / "made").glob("*/report.json")
     assert len(_loaded(report.parent).generate(TEXTS)) == 3
     record = read_record(report)
-    assert next(one.tokens for one in record.agreement if one.which == "engine") > 0.3
+    assert next(one.tokens for one in record.agreement if one.form == "engine") > 0.3
     assert (record.choice is None) == (backend != "auto")
 
 
@@ -277,7 +277,7 @@ def test_engines_that_do_not_run_here_are_told_as_such(place: Path, monkeypatch:
     config, record = read_json(folder / "config.json"), read_record(folder / "report.json")
     assert config["verified"] == "not verified: built ahead of time, and there is no GPU here"
     assert all((folder / part["engine"]).is_file() for part in config["parts"].values())
-    assert [one.which for one in record.agreement] == ["proxy"]
+    assert [one.form for one in record.agreement] == ["proxy"]
     assert record.latency is None
     assert [(one.output, one.engine) for one in record.outputs] == [
         (f"{name}: {output}", False)

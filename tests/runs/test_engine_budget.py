@@ -15,14 +15,14 @@ from torch import nn
 import quantizer.pipeline.run as pipeline
 from quantizer.cli.main import main
 from quantizer.engines import Engine
-from quantizer.pipeline.context import RunRows
+from quantizer.pipeline.context import RunExamples
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.scores import TaskMetric
 from quantizer.pipeline.search_max_drop import EngineBudget
 from quantizer.report import read_record
 from quantizer.report.terminal import evaluation_caption
-from quantizer.tasks import Row
-from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks import Example
+from quantizer.tasks.datasets.examples import Text
 from quantizer.utils.records import FallbackRecord
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
@@ -35,14 +35,14 @@ BUDGET = 0.1
 
 
 @pytest.fixture
-def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Example]:
     """The tuning samples of a run in the current folder."""
     monkeypatch.chdir(tmp_path)
     run = tiny_run(tmp_path)
     run["data"]["tuning"] = {"name": "text-csv", "path": str(tmp_path / "calibration.csv")}
     run |= {"amp": {"batches": 1}, "fallback": {"max_drop": BUDGET}}
     Path("tiny.yaml").write_text(yaml.safe_dump(run))
-    return RunRows.of(pipeline.RunConfig.model_validate(run).data).tuning
+    return RunExamples.of(pipeline.RunConfig.model_validate(run).data).tuning
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def done(*words: str) -> FallbackRecord:
 
 
 def test_the_search_goes_on_with_what_the_engine_loses_more(
-    rows: list[Row], drops: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rows: list[Example], drops: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    searched: list[list[Row]] = []
+    searched: list[list[Example]] = []
     metric = TaskMetric.__init__
 
     def noted(self: TaskMetric, *given: Any, **more: Any) -> None:
@@ -104,7 +104,7 @@ def test_the_search_goes_on_with_what_the_engine_loses_more(
 class Engines(EngineBudget):
     """A budget of 0.1 whose engines drop by what is given."""
 
-    def __init__(self, rows: list[Row], drops: list[float], **settings: Any) -> None:
+    def __init__(self, rows: list[Example], drops: list[float], **settings: Any) -> None:
         self.console = Console(record=True, width=500)
         context = SimpleNamespace(
             model=nn.Identity(), task=SimpleNamespace(higher_is_better=True), timer=StageTimer(self.console)
@@ -123,7 +123,7 @@ class Engines(EngineBudget):
         return found
 
 
-ROWS: list[Row] = [Text(text=f"row {number}", label=number % 2) for number in range(7)]
+ROWS: list[Example] = [Text(text=f"row {number}", label=number % 2) for number in range(7)]
 
 
 def test_an_engine_within_the_budget_is_checked_once() -> None:

@@ -10,7 +10,7 @@ from quantizer.config import DatasetConfig
 from quantizer.errors import TaskError
 from quantizer.pipeline import preflight as run_ready
 from quantizer.pipeline.faults import Looks
-from quantizer.tasks.datasets.rows import load_rows
+from quantizer.tasks.datasets.examples import load_examples
 
 
 def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,12 +22,12 @@ def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: p
         read.append(place)
         return whole(*place)
 
-    whole = run_ready.whole_data
-    monkeypatch.setattr(run_ready, "whole_data", counted)
+    whole = run_ready.all_examples
+    monkeypatch.setattr(run_ready, "all_examples", counted)
     looks = Looks()
     for count in range(1, 11):
         section = DatasetConfig(name="text-csv", path=str(path), samples=count, offset=count)
-        assert run_ready._rows("calibration", section, looks) == load_rows(
+        assert run_ready._rows("calibration", section, looks) == load_examples(
             "text-csv", path=path, samples=count, offset=count
         )
     assert len(read) == 1

@@ -24,9 +24,9 @@ from quantizer.config.sweep import SweepRun
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import MissingDependencyError, QuantizerError, TaskError, install_command
 from quantizer.pipeline import preflight as run_ready
-from quantizer.pipeline.context import RunRows
+from quantizer.pipeline.context import RunExamples
 from quantizer.pipeline.faults import Faults
-from quantizer.pipeline.preflight import ready_to_run, row_passes, run_estimate
+from quantizer.pipeline.preflight import ready_to_run, run_estimate, sample_passes
 from quantizer.pipeline.sweep import ready_to_sweep
 from quantizer.utils.files import begun_in, temporary
 from quantizer.utils.files.temporary import new_name
@@ -58,7 +58,7 @@ def test_a_run_that_can_start(values: dict[str, Any], tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     ready = _ready(values, tmp_path)
     assert not ready.notes
-    assert ready.estimate.startswith("time: not known before a first run; 280 rows of about ")
+    assert ready.estimate.startswith("time: not known before a first run; 280 samples of about ")
     assert " GiB, for 5 copies of 0.0 M parameters in float32" in ready.estimate
     # The same each time: no measurement is in it.
     assert _ready(values, tmp_path).estimate == ready.estimate
@@ -79,8 +79,8 @@ def test_everything_that_is_wrong_is_told_at_once(
     assert first == "the run cannot start, for 4 reasons:"
     assert lines[0] == f"  - onnxscript, jinja2 are not installed: run  {install_command('onnx,report')}"
     assert lines[1].startswith("  - data.calibration: data set 'text-csv': there is no file")
-    assert "data.evaluation: the rows hold label 7, but the model has 2 classes (0 to 1)" in lines[2]
-    assert "taken is not a folder; choose another folder" in lines[3]
+    assert "data.evaluation: the samples have label 7, but the model has 2 classes (0 to 1)" in lines[2]
+    assert "taken is no folder; choose another folder" in lines[3]
 
 
 @pytest.mark.parametrize(
@@ -176,17 +176,17 @@ def test_a_sweep_looks_into_its_folder_once(
 def test_passes_are_counted_by_what_a_run_does(values: dict[str, Any], tmp_path: Path) -> None:
     config = _config(values, tmp_path)
     rows = {"calibration": [1] * 16, "evaluation": [1] * 24}
-    assert row_passes(config, rows) == (1 + 12) * 16 + 3 * 24  # type: ignore[arg-type]
+    assert sample_passes(config, rows) == (1 + 12) * 16 + 3 * 24  # type: ignore[arg-type]
     values |= {"amp": {}, "fallback": {"max_drop": 0.01, "max_evaluations": 5}}
     values["data"]["tuning"] = {"name": "text-csv", "path": str(tmp_path / "tuning.csv")}
-    searched = _config(values, tmp_path)
-    assert row_passes(searched, {**rows, "tuning": [1] * 10}) == (1 + 12) * 16 + 3 * 24 + 50  # type: ignore[arg-type]
+    config = _config(values, tmp_path)
+    assert sample_passes(config, {**rows, "tuning": [1] * 10}) == (1 + 12) * 16 + 3 * 24 + 50  # type: ignore[arg-type]
 
 
 def test_no_estimate_without_weights(values: dict[str, Any], tmp_path: Path) -> None:
     config = _config(values, tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"cut")
-    assert run_estimate(config, {"evaluation": RunRows.of(config.data).evaluation}) is None
+    assert run_estimate(config, {"evaluation": RunExamples.of(config.data).evaluation}) is None
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_engines_figures_and_score(made: Any) -> None:
         difference = torch.cat([made.engine(batch) for batch in batches]) - right
         figure = float(10 * torch.log10(right.square().sum() / difference.square().sum()))
         assert output.sqnr_db == pytest.approx(figure, abs=0.1)
-    assert [one.which for one in record.scores] == ["float", "proxy", "engine"]
+    assert [one.form for one in record.scores] == ["float", "proxy", "engine"]
     assert record.scores[0].metric == "_mean_score"
     assert record.scores[2].value == pytest.approx(_mean_score(made.engine))
     assert record.scores[2].difference == pytest.approx(_mean_score(made.engine) - _mean_score(made.model))

@@ -99,7 +99,7 @@ def test_a_model_for_all_sizes_that_is_wrong_gives_way_to_fixed_sizes(tmp_path: 
     torch.manual_seed(0)
     model = Gated().eval()
     made = _quantized(model, (16, 8, 8), "openvino")
-    (note,) = made.record.fixed
+    (note,) = made.record.fixed_sizes
     assert note.startswith("the engine takes batch 1, 2, 4, ")
     assert "alone, with a model for each: openvino's model for all sizes is wrong (SQNR " in note
     assert " ".join(note.split()) in " ".join(made.summary().split())
@@ -199,7 +199,7 @@ def test_a_run_keeps_what_tells_the_cause_of_a_refused_engine(
     record = read_record(folder / "report.json")
     assert record.engine is None
     assert record.latency is None
-    assert [one.which for one in record.scores] == ["float", "proxy"]
+    assert [one.form for one in record.scores] == ["float", "proxy"]
     assert any(not one.is_alike for one in record.outputs)
     verdict = verdict_of(record)
     assert verdict.level == "do not use"

@@ -206,7 +206,7 @@ def test_nothing_quantized_is_a_run_too(at: Path) -> None:
     assert main(["run", "tiny.yaml", *off, "~fallback", "--output", "out"]) == 0
     text = (at / "out" / "report.json").read_text()
     record = read_record(at / "out" / "report.json")
-    proxy = next(score for score in record.scores if score.which == "proxy")
+    proxy = next(score for score in record.scores if score.form == "proxy")
     # The proxy is the float model: its ratio of signal to noise is infinite, for which JSON has no number.
     assert proxy.paired["sqnr_db"] is None
     assert proxy.paired["label_flips"] == 0
@@ -242,7 +242,7 @@ def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.Capture
     record = read_record(at / "out" / "report.json")
     if torch.cuda.is_available():
         pytest.skip("the engine is run where there is a GPU")
-    assert [score.which for score in record.scores] == ["float", "proxy", "simulation"]
+    assert [score.form for score in record.scores] == ["float", "proxy", "simulation"]
     assert record.latency is None
     assert record.memory == ()
     assert record.engine.verified == "not verified: built ahead of time, and there is no GPU here"

@@ -89,7 +89,7 @@ def test_the_run_goes_on_with_the_fastest(
     assert [stage.name for stage in record.stages].count("score the float") == 1
     assert "score the engine" not in [stage.name for stage in record.stages]
     assert record.engine.backend == ONNXRUNTIME
-    assert record.scores[-1].which == "engine"
+    assert record.scores[-1].form == "engine"
     assert load_run("done/config.yaml").quantizer.backend == ONNXRUNTIME
     assert Quantizer.load("done/quantizer").config.backend == ONNXRUNTIME
     said = capsys.readouterr().out

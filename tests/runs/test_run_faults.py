@@ -178,7 +178,7 @@ EARLY = {
     f"{VIT} --quantization --calibration missing": "a folder of images that exists",
     f"{VIT} {DATA}": "--calibration texts.txt is of texts, and task image-class",
     f"{VIT} --seq-len 2 4 8": "--seq-len 2 4 8: task image-classification is for images, which have no",
-    f"{VIT} --task sequence-classification": "ViTForImageClassification reads image, and task",
+    f"{VIT} --task sequence-classification": "ViTForImageClassification has image inputs, and task",
     f"{PHOTOS} --max-drop 0.1 --tuning dev": "expected NAME:PATH with labelled samples, such as image-csv:labels.csv",
     f"{AST} --quantization --calibration photos": "--calibration photos is of images, and task",
     f"{AST} --seq-len 2 4 8": "audio-classification is for recordings, which have no tokens; leave",
@@ -216,7 +216,7 @@ EARLY = {
 LATE = {
     f"{VIT} --quantization --calibration broken-photos": "a.png cannot be read as an image",
     f"{PHOTOS} --evaluation image-folder:labelled": "the label 'purple' is no class of the model; expected one of its",
-    f"{AST} --evaluation transcripts:words.csv": "needs rows of kind Audio, got Speech",
+    f"{AST} --evaluation transcripts:words.csv": "needs samples of kind Audio, got Speech",
     f"{AST} --quantization --calibration broken": "a.wav cannot be read as a recording",
     f"{CTC} transcripts:words.csv --seconds 0.2": "recordings are read up to 0.2 s, so its last words would be missed",
     f"{FUNCTIONS} model.source=my_pgk.nets:build": "my_pgk.nets:build: there is no module 'my_pgk', neither in ",

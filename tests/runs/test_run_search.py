@@ -29,7 +29,7 @@ from quantizer.pipeline.latency_fallback import RunPlacement
 from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.scores import TaskMetric
 from quantizer.report import RunRecord, read_record
-from quantizer.tasks import Predictions, Row, build_task, load_model, load_rows, load_tokenizer, tasks
+from quantizer.tasks import Example, Predictions, build_task, load_examples, load_model, load_tokenizer, tasks
 
 for _package in ("transformers", "sklearn", "jinja2"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report]")
@@ -69,10 +69,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 class Expected:
     """The float outputs of the tuning samples."""
 
-    rows: list[Row]
+    rows: list[Example]
     outputs: npt.NDArray[np.float32]
 
-    def closeness(self, predictions: Predictions, rows: Sequence[Row]) -> float:
+    def closeness(self, predictions: Predictions, rows: Sequence[Example]) -> float:
         """Of tuning samples to the float outputs; of other samples no matter what."""
         places = [self.rows.index(row) if row in self.rows else 0 for row in rows]
         return 1 - float(np.abs(predictions.outputs - self.outputs[places]).mean())
@@ -83,7 +83,7 @@ def expected(files: dict[str, Any]) -> Expected:
     source = files["model"]["source"]
     model = load_model(source, TASK)
     task = build_task(TASK, model, load_tokenizer(source), max_length=32, batch_size=8, min_length=16)
-    rows = load_rows("text-csv", path=files["data"]["tuning"]["path"])
+    rows = load_examples("text-csv", path=files["data"]["tuning"]["path"])
     return Expected(rows, task.predict(lambda batch: model(**batch), rows).outputs)
 
 
@@ -158,7 +158,7 @@ def test_a_search_meets_its_budget(search: Search, capsys: pytest.CaptureFixture
     assert float(said[3]) - float(said[2]) <= 0.02 + 1e-5
     assert any(float(said[2]) == pytest.approx(score, abs=1e-5) for score in search.scores)
     assert f"until the run is complete, each score is kept in {Path.cwd() / 'out.search'}" in out
-    assert record.fallback.outcome.tuning <= record.fallback.outcome.asked == 0.02
+    assert record.fallback.outcome.tuning_drop <= record.fallback.outcome.max_drop == 0.02
     assert _left() == {"tiny.yaml", "out"}
     assert [row.group for row in record.sensitivity if row.fallback] == list(record.fallback.groups)
 

@@ -170,7 +170,7 @@ def test_what_goes_back_can_be_given_as_the_report_says(made: Any, tmp_path: Pat
 
 
 def test_a_cure_can_be_given_as_it_is_shown() -> None:
-    fix = Fix(setting="exclude: {names: [head], sites: [second.forward.linear_0]}", gain_db=3.0, alone_db=4.0)
+    fix = Fix(setting="exclude: {names: [head], sites: [second.forward.linear_0]}", gain_db=3.0, gain_alone_db=4.0)
     cause = Diagnosis(group="second.forward.linear_0", sqnr_db=9.0, findings=("far",), fix=fix)
     (line,) = diagnosis_lines([cause], python=True)
     (shown,) = re.findall(r"fix: (exclude=\{.*?\}), measured", line)

@@ -30,7 +30,7 @@ from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
 from quantizer.pipeline.scores import TaskMetric
 from quantizer.pipeline.train import Training, TrainingResult
-from quantizer.tasks import Row, Task, build_task, load_model, load_rows, load_tokenizer
+from quantizer.tasks import Example, Task, build_task, load_examples, load_model, load_tokenizer
 
 TASK = "sequence-classification"
 SETTINGS: dict[str, Any] = {"epochs": 2.5, "learning_rate": 0.0001, "tolerance": 0.0}
@@ -56,7 +56,7 @@ def _label_as_the_model_does(run: dict[str, Any]) -> None:
     task = build_task(TASK, model, load_tokenizer(run["model"]["source"]), max_length=32, batch_size=8)
     for part in ("calibration", "evaluation"):
         path = Path(run["data"][part]["path"])
-        rows = load_rows("text-csv", path=str(path))
+        rows = load_examples("text-csv", path=str(path))
         decisions = task.predict(lambda batch: model(**batch), rows).decisions
         lines = [f"{row.text},{decision}" for row, decision in zip(rows, decisions, strict=True)]
         path.write_text("\n".join(["text,label", *lines]) + "\n")
@@ -69,7 +69,7 @@ class Bench:
         source = files["model"]["source"]
         self.model = load_model(source, TASK)
         self.task: Task = build_task(TASK, self.model, load_tokenizer(source), max_length=32, batch_size=8)
-        self.rows: list[Row] = load_rows("text-csv", path=files["data"]["training"]["path"])
+        self.rows: list[Example] = load_examples("text-csv", path=files["data"]["training"]["path"])
         self.quantizer = Quantizer(files["quantizer"])
         self.quantizer.calibrate(self.model, self.task.batches(self.rows[:16]), progress=False)
         self.proxy = self.quantizer.qat(self.model, scales="learned", copy=True)

@@ -108,7 +108,7 @@ def test_a_healthy_model_has_costs_and_float_alone_mends_them() -> None:
     worst = diagnoses[0].fix
     assert worst is not None
     assert worst.setting.startswith("exclude: {sites: [")
-    assert math.isinf(worst.alone_db)
+    assert math.isinf(worst.gain_alone_db)
     assert 0.5 <= worst.gain_db < 20
     assert "fix: leave it in float, exclude={" in diagnoses.text()
 

@@ -194,6 +194,6 @@ def test_the_front_of_a_search_of_a_quantizer() -> None:
     search = quantizer.sensitivity.search
     assert (search.fallback.max_drop, search.fallback.float_score) == (1e-5, 0.0)
     assert [row.drop for row in search] == [entry.drop for entry in found.evaluations]
-    assert sum(row.front for row in search) == len(found.pareto_front())
+    assert sum(row.pareto_optimal for row in search) == len(found.pareto_front())
     for row in search:
         assert row.chosen == (set(row.groups) == set(found.groups))

@@ -142,7 +142,7 @@ def test_the_command_fixes_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([*line, "rate=16", "rate=8", "--force"]) == 1
     assert "--fixed rate: got 2 numbers for it, expected one" in capsys.readouterr().err
     assert main([*line, "speed=16", "--force"]) == 1
-    assert "fixed names 'speed'; the model has the inputs x, rate" in capsys.readouterr().err
+    assert "fixed names unknown inputs or axes 'speed'; the model has the inputs x, rate" in capsys.readouterr().err
     assert main(["convert", "-m", "my-model", "--fixed", "rate=16"]) == 1
     assert "--fixed is for .onnx files, and my-model is none; leave it out" in capsys.readouterr().err
 

@@ -62,7 +62,7 @@ def test_a_step_after_a_cache_is_what_the_model_computes_at_once(folder: Path, s
 
 
 def test_outputs_are_compared_on_half_of_the_tokens_after_a_cache(step: DecodeStep, task: Task) -> None:
-    batch = task.compared([row.text for row in PLAIN], 3, 16)
+    batch = task.compared([example.text for example in PLAIN], 3, 16)
     assert batch["input_ids"].shape == (3, 8)
     assert batch["past_key_values.0.key"].shape == (3, 2, 8, 8)
     assert step(**batch)["logits"].shape[:2] == (3, 8)
@@ -70,7 +70,7 @@ def test_outputs_are_compared_on_half_of_the_tokens_after_a_cache(step: DecodeSt
 
 def test_batches_to_time_read_one_token(task: Task) -> None:
     assert task.input_names == ("input_ids", "attention_mask", *(f"past_key_values.{name}" for name in NAMES))
-    for batch in (task.random_batch(3, 16), task.inputs.filled([row.text for row in PLAIN], 3, 16)):
+    for batch in (task.random_batch(3, 16), task.inputs.filled([example.text for example in PLAIN], 3, 16)):
         assert batch_shape(batch) == (3, 16)
         assert batch["input_ids"].shape == (3, 1)
         assert batch["past_key_values.0.key"].shape == (3, 2, 15, 8)
@@ -151,7 +151,7 @@ def test_a_file_takes_any_cache_under_the_usual_names(step: DecodeStep, task: Ta
 def test_a_converted_decoder_writes_what_transformers_does(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     texts = tmp_path / "texts.txt"
-    texts.write_text("\n".join(row.text for row in PLAIN * 16), encoding="utf-8")
+    texts.write_text("\n".join(example.text for example in PLAIN * 16), encoding="utf-8")
     words = ["convert", "-m", str(folder), "--task", TASK, "--output", str(tmp_path / "out")]
     words += ["--batch-size", "1", "1", "2", "--seq-len", "4", "8", "16", "--backend", "onnxruntime"]
     assert main(words) == 0

@@ -16,7 +16,7 @@ from tiny_seq2seq import TEXTS, tiny_bart, tiny_t5, tiny_whisper
 
 from quantizer import Quantizer
 from quantizer.errors import TaskError
-from quantizer.tasks import Predictions, Rewritten, Speech, Task, build_task, load_model, load_processor, load_rows
+from quantizer.tasks import Predictions, Rewritten, Speech, Task, build_task, load_examples, load_model, load_processor
 from quantizer.tasks.seq2seq.parts import DECODER, ENCODER, WITH_PAST, parts_of, require_parts
 from quantizer.tasks.seq2seq.writer import Steps, Writer, equal_texts, equal_tokens, in_parts, read_tokens
 
@@ -130,11 +130,11 @@ def test_ranges_are_those_of_decoding_token_by_token(built: dict[str, tuple[Any,
 def test_texts_are_scored_by_their_longest_common_words(built: dict[str, tuple[Any, Task]]) -> None:
     task = built["t5"][1]
     tokenizer = task.tokenizer  # type: ignore[attr-defined]
-    rows = [Rewritten("a cat", "The cat is fast"), Rewritten("a dog", "a dog")]
+    examples = [Rewritten("a cat", "The cat is fast"), Rewritten("a dog", "a dog")]
     ids = tokenizer(["the cat was fast", "a dog"], padding=True, return_tensors="pt")["input_ids"]
-    found = task.predict(lambda batch: {"sequences": ids[[0, 1]]}, rows)
+    found = task.predict(lambda batch: {"sequences": ids[[0, 1]]}, examples)
     assert task.texts(found) == ["the cat was fast", "a dog"]  # type: ignore[attr-defined]
-    assert task.score(found, rows) == pytest.approx((0.75 + 1) / 2)
+    assert task.score(found, examples) == pytest.approx((0.75 + 1) / 2)
     other = Predictions(found.outputs, np.where(found.decisions == found.decisions[0, 2], 5, found.decisions))
     paired = task.paired(found, other)
     assert 0 < paired["equal_tokens"] < 1
@@ -153,9 +153,9 @@ def test_words_of_recordings_are_compared_without_case(built: dict[str, tuple[An
     task = built["whisper"][1]
     (tones,) = sorted(tiny_recordings(tmp_path, 1, seed=1).rglob("*.wav"))
     ids = task.tokenizer("a bad cab")["input_ids"]  # type: ignore[attr-defined]
-    rows = [Speech(tones, "A bad, bad cab!")]
-    found = task.predict(lambda batch: {"sequences": torch.tensor([ids])}, rows)
-    assert task.score(found, rows) == 0.25
+    examples = [Speech(tones, "A bad, bad cab!")]
+    found = task.predict(lambda batch: {"sequences": torch.tensor([ids])}, examples)
+    assert task.score(found, examples) == 0.25
     long = tiny_recordings(tmp_path / "long", 1, seed=1, rate=4000)
     assert task.score(found, [Speech(next(long.rglob("*.wav")), "a bad cab")]) == 0.0
 
@@ -164,7 +164,7 @@ def test_pairs_of_texts_are_read(tmp_path: Path) -> None:
     (tmp_path / "pairs.csv").write_text("id,document,summary\n1,a long text,short\n")
     (tmp_path / "pairs.jsonl").write_text('{"source": "a long text", "target": "short"}\n')
     for name in ("pairs.csv", "pairs.jsonl"):
-        assert load_rows("text-pairs", path=tmp_path / name) == [Rewritten("a long text", "short")]
+        assert load_examples("text-pairs", path=tmp_path / name) == [Rewritten("a long text", "short")]
 
 
 def test_models_that_cannot_be_taken_apart_are_refused(built: dict[str, tuple[Any, Task]], reads: Any) -> None:
@@ -175,8 +175,8 @@ def test_models_that_cannot_be_taken_apart_are_refused(built: dict[str, tuple[An
             return made
 
     config = built["t5"][0].config
-    with pytest.raises(TaskError, match="Forgetful keeps NoneType of former tokens, expected the keys and values"):
+    with pytest.raises(TaskError, match="Forgetful keeps NoneType of former tokens, expected all"):
         require_parts(Forgetful(config).eval(), reads["t5"])
     one = transformers.LlamaConfig(vocab_size=24, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(TaskError, match="LlamaForCausalLM is no encoder with a decoder"):
+    with pytest.raises(TaskError, match="LlamaForCausalLM is not an encoder-decoder model"):
         require_parts(transformers.LlamaForCausalLM(one).eval(), reads["t5"])

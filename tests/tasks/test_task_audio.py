@@ -20,9 +20,9 @@ from quantizer.tasks import (
     Speech,
     Task,
     build_task,
+    load_examples,
     load_model,
     load_processor,
-    load_rows,
     read_checkpoint,
     read_recordings,
 )
@@ -55,7 +55,7 @@ def _write(path: Path, wave: np.ndarray, rate: int = RATE) -> Path:
 
 
 def test_a_model_of_speech_reads_no_text(models: dict[str, str]) -> None:
-    with pytest.raises(TaskError, match="Wav2Vec2ForCTC reads audio, and task 'fill-mask' is for text"):
+    with pytest.raises(TaskError, match="Wav2Vec2ForCTC has audio inputs, and task 'fill-mask' needs text inputs"):
         read_checkpoint(models["ctc"], "fill-mask")
 
 
@@ -131,7 +131,7 @@ def test_files_that_are_no_recordings(tmp_path: Path) -> None:
             read_recording(tmp_path / name)
     with pytest.raises(TaskError, match=r"absent\.wav cannot be read as a recording .*ffmpeg -i FILE absent\.wav"):
         read_recording(tmp_path / "absent.wav")
-    with pytest.raises(TaskError, match=r"empty\.wav holds no samples"):
+    with pytest.raises(TaskError, match=r"empty\.wav holds no values"):
         read_recording(_write(tmp_path / "empty.wav", np.zeros(0, dtype=np.int16)))
     with pytest.raises(TaskError, match=r"nan\.wav holds values that are not finite"):
         read_recording(_write(tmp_path / "nan.wav", np.array([np.nan], dtype=np.float32)))
@@ -139,15 +139,15 @@ def test_files_that_are_no_recordings(tmp_path: Path) -> None:
 
 def test_folders_and_files_of_recordings(tmp_path: Path) -> None:
     folder = tiny_recordings(tmp_path / "tones", 6, seed=0)
-    rows = load_rows("audio-folder", path=folder)
-    assert {row.label for row in rows} == set(CLASSES)
-    assert [row.path for row in rows] == read_recordings(folder)
+    examples = load_examples("audio-folder", path=folder)
+    assert {example.label for example in examples} == set(CLASSES)
+    assert [example.path for example in examples] == read_recordings(folder)
     (tmp_path / "list.csv").write_text("path,label\ntones/low/0.wav,low\ntones/middle/1.wav,1\n")
-    listed = load_rows("audio-csv", path=tmp_path / "list.csv")
+    listed = load_examples("audio-csv", path=tmp_path / "list.csv")
     assert listed == [Audio(folder / "low" / "0.wav", "low"), Audio(folder / "middle" / "1.wav", "1")]
     (tmp_path / "none").mkdir()
     with pytest.raises(TaskError, match=r"none holds no recordings; expected .*CLASS/FILE with files that end in"):
-        load_rows("audio-folder", path=tmp_path / "none")
+        load_examples("audio-folder", path=tmp_path / "none")
 
 
 def test_files_of_transcripts(tmp_path: Path) -> None:
@@ -155,20 +155,20 @@ def test_files_of_transcripts(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("file,sentence\na.wav, two  words\n")
     (tmp_path / "t.jsonl").write_text(json.dumps({"path": "a.wav", "text": "two words"}) + "\n")
     for name in ("t.csv", "t.jsonl"):
-        assert load_rows("transcripts", path=tmp_path / name) == [Speech(wav, "two words")]
+        assert load_examples("transcripts", path=tmp_path / name) == [Speech(wav, "two words")]
 
 
 def test_classes_are_scored_by_their_names(built: dict[str, Task], tmp_path: Path) -> None:
-    rows = load_rows("audio-folder", path=tiny_recordings(tmp_path, 6, seed=0))
+    examples = load_examples("audio-folder", path=tiny_recordings(tmp_path, 6, seed=0))
     task = built["wav2vec2"]
-    expected = task.targets(rows)
-    right = task.predict(_classes(list(expected)), rows)
-    assert task.score(right, rows) == 1.0
-    wrong = task.predict(_classes([*expected[:3], *(expected[3:] + 1) % 3]), rows)
-    assert task.score(wrong, rows) == 0.5
+    expected = task.targets(examples)
+    right = task.predict(_classes(list(expected)), examples)
+    assert task.score(right, examples) == 1.0
+    wrong = task.predict(_classes([*expected[:3], *(expected[3:] + 1) % 3]), examples)
+    assert task.score(wrong, examples) == 0.5
     assert task.paired(right, wrong)["label_flips"] == 0.5
     with pytest.raises(TaskError, match="the label 'loud' is no class of the model"):
-        task.targets([Audio(rows[0].path, "loud")])
+        task.targets([Audio(examples[0].path, "loud")])
 
 
 def _classes(numbers: list[int]) -> Callable[[dict[str, torch.Tensor]], object]:
@@ -217,25 +217,33 @@ def test_letters_that_follow_each_other_need_a_blank(built: dict[str, Task], spe
     task = built["ctc"]
     tokens = task._tokenizer.convert_tokens_to_ids(list("aa|bb"))  # type: ignore[attr-defined]
     logits = torch.nn.functional.one_hot(torch.tensor([tokens] * 2), 13).float()
-    found = task.predict(lambda batch: {"logits": logits}, [Speech(row.path, "a b") for row in speech])
-    assert task.score(found, [Speech(row.path, "a b") for row in speech]) == 0.0
+    found = task.predict(lambda batch: {"logits": logits}, [Speech(example.path, "a b") for example in speech])
+    assert task.score(found, [Speech(example.path, "a b") for example in speech]) == 0.0
 
 
 def test_what_fills_a_recording_is_not_heard(built: dict[str, Task], tmp_path: Path) -> None:
     task = built["ctc"]
     quarter = np.random.default_rng(0).normal(0, 0.1, RATE // 4).astype(np.float32)
-    rows = [Speech(_write(tmp_path / "quarter.wav", quarter), "abc")]
-    found = task.predict(_says(task, "abcabcabcabc abc"), rows)
+    examples = [Speech(_write(tmp_path / "quarter.wav", quarter), "abc")]
+    found = task.predict(_says(task, "abcabcabcabc abc"), examples)
     # 13 of the 49 steps: 7 letters with blanks between.
     assert found.outputs.shape == (1, 13, 13)
     assert task._tokenizer.decode(found.decisions[0].tolist()) == "abcabca"  # type: ignore[attr-defined]
 
 
 def test_transcripts_that_do_not_fit(built: dict[str, Task], speech: list[Speech], tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"its words have the letter 'A', which the model never writes; .* abcdefgh"):
+    with pytest.raises(
+        TaskError,
+        match=r"its words have the letter 'A', which the tokenizer does not have; .* "
+        r"abcdefgh",
+    ):
         built["ctc"].targets([Speech(speech[0].path, "A BAD CAB")])
     long = Speech(_write(tmp_path / "long.wav", np.zeros(2 * RATE, dtype=np.int16)), "abc")
-    with pytest.raises(TaskError, match=r"long\.wav is 2\.0 s long, and recordings are read up to 1 s, .*more seconds"):
+    with pytest.raises(
+        TaskError,
+        match=r"long\.wav is 2\.0 s long, but recordings are read up to 1 s only: "
+        r"increase seconds",
+    ):
         built["ctc"].targets([long])
 
 
@@ -245,14 +253,14 @@ def test_what_gives_no_steps(built: dict[str, Task], speech: list[Speech]) -> No
 
 
 def test_extractors_and_lengths_that_do_not_fit(models: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="SeamlessM4TFeatureExtractor is not known to make recordings of one length"):
+    with pytest.raises(TaskError, match="SeamlessM4TFeatureExtractor is not supported"):
         Recordings(transformers.SeamlessM4TFeatureExtractor(), 1)
     assert Recordings(transformers.WhisperFeatureExtractor(), None).seconds == 30
     assert Recordings(transformers.Wav2Vec2FeatureExtractor(), None).seconds == 10
     model = load_model(models["wav2vec2"], "audio-classification")
-    with pytest.raises(TaskError, match=r"takes input_values, .* WhisperFeatureExtractor makes input_features"):
+    with pytest.raises(TaskError, match=r"accepts input_values, .* WhisperFeatureExtractor returns input_features"):
         build_task("audio-classification", model, transformers.WhisperFeatureExtractor(), seconds=1)
-    with pytest.raises(TaskError, match=r"does not take recordings of 0\.001 s .*: set another number of seconds"):
+    with pytest.raises(TaskError, match=r"does not accept recordings of 0\.001 s .*: set another number of seconds"):
         build_task("audio-classification", model, transformers.Wav2Vec2FeatureExtractor(), seconds=0.001)
     transformers.Wav2Vec2Config(architectures=["Wav2Vec2ForCTC"]).save_pretrained(tmp_path)
     with pytest.raises(TaskError, match="cannot load the feature extractor"):
@@ -265,10 +273,10 @@ def test_the_word_error_rate_is_that_of_jiwer(built: dict[str, Task], speech: li
     pick = np.random.default_rng(0)
     words = ["a", "bad", "cab", "dad", "fed", "bed"]
     for _ in range(20):
-        rows = [Speech(row.path, " ".join(pick.choice(words, 4))) for row in speech]
-        said = [" ".join(pick.choice(words, pick.integers(1, 6))) for _ in rows]
-        found = task.predict(_says(task, *said), rows)
-        assert task.score(found, rows) == pytest.approx(jiwer.wer([row.text for row in rows], said))
+        examples = [Speech(example.path, " ".join(pick.choice(words, 4))) for example in speech]
+        said = [" ".join(pick.choice(words, pick.integers(1, 6))) for _ in examples]
+        found = task.predict(_says(task, *said), examples)
+        assert task.score(found, examples) == pytest.approx(jiwer.wer([example.text for example in examples], said))
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from transformers import BertConfig, BertForMultipleChoice
 
 from quantizer.cli.main import main
 from quantizer.errors import TaskError
-from quantizer.tasks import Choices, Task, build_task, load_model, load_rows
+from quantizer.tasks import Choices, Task, build_task, load_examples, load_model
 
 NAME = "multiple-choice"
-ROWS = [
+EXAMPLES = [
     Choices("the film was", "", ("good", "a cat", "fast ."), 0),
     Choices("the dog is", "a dog and a cat .", ("slow", "fine"), 1),
 ]
@@ -54,11 +54,11 @@ def _scores(task: Task, of: dict[str, float]) -> Callable[[dict[str, torch.Tenso
 
 def test_scores_are_those_of_the_model_with_all_choices_at_once(source: str, task: Task, tokenizer: Any) -> None:
     model = load_model(source, NAME)
-    found = task.predict(lambda batch: model(**batch), ROWS)
+    found = task.predict(lambda batch: model(**batch), EXAMPLES)
     whole = BertForMultipleChoice.from_pretrained(source).eval()
-    for row, logits, decision in zip(ROWS, found.outputs, found.decisions, strict=True):
-        first = [row.context or row.question] * len(row.choices)
-        second = [f"{row.question} {choice}" if row.context else choice for choice in row.choices]
+    for example, logits, decision in zip(EXAMPLES, found.outputs, found.decisions, strict=True):
+        first = [example.context or example.question] * len(example.choices)
+        second = [f"{example.question} {choice}" if example.context else choice for choice in example.choices]
         encoded = tokenizer(first, second, padding=True, return_tensors="pt")
         with torch.no_grad():
             expected = whole(**{name: value[None] for name, value in encoded.items()}).logits[0].numpy()
@@ -68,11 +68,11 @@ def test_scores_are_those_of_the_model_with_all_choices_at_once(source: str, tas
 
 
 def test_answers_are_scored_by_accuracy(task: Task) -> None:
-    right = task.predict(_scores(task, {"good": 1, "cat": 0, ".": -1, "slow": -3, "fine": -2}), ROWS)
+    right = task.predict(_scores(task, {"good": 1, "cat": 0, ".": -1, "slow": -3, "fine": -2}), EXAMPLES)
     assert right.decisions.tolist() == [0, 1]
-    assert task.score(right, ROWS) == 1.0
-    wrong = task.predict(_scores(task, {"good": 1, "cat": 0, ".": -1, "slow": -1, "fine": -2}), ROWS)
-    assert task.score(wrong, ROWS) == 0.5
+    assert task.score(right, EXAMPLES) == 1.0
+    wrong = task.predict(_scores(task, {"good": 1, "cat": 0, ".": -1, "slow": -1, "fine": -2}), EXAMPLES)
+    assert task.score(wrong, EXAMPLES) == 0.5
     figures = task.paired(right, wrong)
     assert figures["label_flips"] == 0.5
     # Only the second row differs: by one step of logits each way.
@@ -89,8 +89,8 @@ def test_files_of_choices(tmp_path: Path) -> None:
         {"question": "q", "context": "c", "choices": ["a", "b"], "answer": "a"},
         {"context": "c", "choices": ["a", "b"], "label": "1"},
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in good))
-    assert load_rows("choices-jsonl", path=file) == [
+    file.write_text("".join(json.dumps(example) + "\n" for example in good))
+    assert load_examples("choices-jsonl", path=file) == [
         Choices("q", "", ("a", "b"), 1),
         Choices("q", "c", ("a", "b"), 0),
         Choices("", "c", ("a", "b"), 1),
@@ -98,10 +98,10 @@ def test_files_of_choices(tmp_path: Path) -> None:
 
 
 def test_what_is_no_choice(task: Task) -> None:
-    with pytest.raises(TaskError, match="'a film' is a text alone, and task 'multiple-choice' is for questions with"):
+    with pytest.raises(TaskError, match="'a film' is a single text, and task 'multiple-choice' is for questions with"):
         task.inputs.check(["a film"])  # type: ignore[attr-defined]
     with pytest.raises(TaskError, match="expected a score for each pair"):
-        task.predict(lambda batch: {"logits": torch.zeros(2, 2)}, ROWS)
+        task.predict(lambda batch: {"logits": torch.zeros(2, 2)}, EXAMPLES)
 
 
 @pytest.mark.nightly
@@ -114,14 +114,14 @@ def test_a_checkpoint_is_converted_end_to_end(
     from quantizer.pipeline.load import load_converted
 
     monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
-    lines = [dataclasses.asdict(row) for row in ROWS]
+    lines = [dataclasses.asdict(example) for example in EXAMPLES]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines * 4))
     data = f"choices-jsonl:{tmp_path / 'c.jsonl'}"
     words = ["--quantization", "--calibration", data, "--evaluation", data, "--backend", "onnxruntime"]
     words += ["--batch-size", "1", "2", "8", "--seq-len", "8", "16", "32", "-o", str(tmp_path / "out")]
     assert main(["convert", "-m", source, *words]) == 0
     record = json.loads((tmp_path / "out" / "onnxruntime" / "report.json").read_text())
-    assert [(one["which"], one["metric"], one["rows"]) for one in record["scores"]] == [
+    assert [(one["form"], one["metric"], one["samples"]) for one in record["scores"]] == [
         (which, "accuracy", 8) for which in ("float", "proxy", "engine")
     ]
     served = load_converted(tmp_path / "out" / "onnxruntime")

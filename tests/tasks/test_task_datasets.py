@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Pair, Text, load_rows
+from quantizer.tasks import Pair, Text, load_examples
 from quantizer.tasks.datasets import builtin
 
 SUBSET = "movieReviewSnippets"
@@ -29,29 +29,32 @@ def write(tmp_path):
 
 def test_stsb_reads_pairs_with_quoted_commas(write):
     path = write('A plane.,"One, two.",5.0\n\nA cat.,A dog.,0.8\r\n')
-    assert load_rows("stsb-csv", path=path) == [Pair("A plane.", "One, two.", 5.0), Pair("A cat.", "A dog.", 0.8)]
+    assert load_examples("stsb-csv", path=path) == [Pair("A plane.", "One, two.", 5.0), Pair("A cat.", "A dog.", 0.8)]
 
 
 def test_sst2_reads_labelled_texts(write):
     path = write("1 a fine , moving film\n\n0 not my taste\n")
-    assert load_rows("sst2-text", path=str(path)) == [Text("a fine , moving film", 1), Text("not my taste", 0)]
+    assert load_examples("sst2-text", path=str(path)) == [Text("a fine , moving film", 1), Text("not my taste", 0)]
 
 
 def test_text_csv_takes_columns_in_any_order(write):
     path = write('\ufefflabel,id,text\n2,x,"Fast, cheap"\n0,y,Slow\n')
-    assert load_rows("text-csv", path=path) == [Text("Fast, cheap", 2), Text("Slow", 0)]
+    assert load_examples("text-csv", path=path) == [Text("Fast, cheap", 2), Text("Slow", 0)]
 
 
 def test_rows_and_offset_cut_out_a_part(write):
     path = write("".join(f"1 text {index}\n" for index in range(5)))
-    assert [row.text for row in load_rows("sst2-text", path=path, samples=2, offset=3)] == ["text 3", "text 4"]
-    assert len(load_rows("sst2-text", path=path, offset=1)) == 4
+    assert [example.text for example in load_examples("sst2-text", path=path, samples=2, offset=3)] == [
+        "text 3",
+        "text 4",
+    ]
+    assert len(load_examples("sst2-text", path=path, offset=1)) == 4
     with pytest.raises(TaskError, match=r"has 5 samples, fewer than offset=3 and samples=3 ask for \(6\)"):
-        load_rows("sst2-text", path=path, samples=3, offset=3)
+        load_examples("sst2-text", path=path, samples=3, offset=3)
     with pytest.raises(TaskError, match="has 5 samples, so offset=5 leaves none"):
-        load_rows("sst2-text", path=path, offset=5)
+        load_examples("sst2-text", path=path, offset=5)
     with pytest.raises(TaskError, match="samples=0 and offset=0, expected samples >= 1"):
-        load_rows("sst2-text", path=path, samples=0)
+        load_examples("sst2-text", path=path, samples=0)
 
 
 # vader: a small archive of the same form stands for the real one
@@ -96,13 +99,15 @@ def pip(archive, monkeypatch):
     return calls
 
 
-def vader_rows(**options):
-    return load_rows("vader", subset=SUBSET, **options)
+def vader_examples(**options):
+    return load_examples("vader", subset=SUBSET, **options)
 
 
 def test_vader_splits_share_no_row_and_no_document(archive):
-    splits = {split: {row.text for row in vader_rows(path=archive, split=split)} for split in builtin.SPLITS}
-    everything = {row.text for row in vader_rows(path=archive)}
+    splits = {
+        split: {example.text for example in vader_examples(path=archive, split=split)} for split in builtin.SPLITS
+    }
+    everything = {example.text for example in vader_examples(path=archive)}
     assert set().union(*splits.values()) == everything
     assert sum(len(texts) for texts in splits.values()) == len(everything)
     documents = {split: {int(text.split()[-1][:-1]) // 3 for text in texts} for split, texts in splits.items()}
@@ -114,27 +119,27 @@ def test_vader_splits_share_no_row_and_no_document(archive):
 
 
 def test_vader_labels_are_the_sign_and_neutral_rows_are_left_out(archive):
-    rows = vader_rows(path=archive)
-    assert len({row.text for row in rows}) == len(rows) == 800
-    for row in rows:
-        rating = (int(row.text.split()[-1][:-1]) % 9 - 4) / 2
-        assert row.label == (rating > 0)
+    examples = vader_examples(path=archive)
+    assert len({example.text for example in examples}) == len(examples) == 800
+    for example in examples:
+        rating = (int(example.text.split()[-1][:-1]) % 9 - 4) / 2
+        assert example.label == (rating > 0)
         assert abs(rating) >= 0.5
 
 
 def test_vader_order_is_fixed_and_mixed(archive):
-    rows = vader_rows(path=archive)
-    assert rows == vader_rows(path=archive)
-    numbers = [int(row.text.split()[-1][:-1]) for row in rows]
+    examples = vader_examples(path=archive)
+    assert examples == vader_examples(path=archive)
+    numbers = [int(example.text.split()[-1][:-1]) for example in examples]
     assert numbers != sorted(numbers)
     # The order does not depend on the split either: a split is a part of the whole in the same order.
-    head = vader_rows(path=archive, split="head")
-    assert [row for row in rows if row in set(head)] == head
+    head = vader_examples(path=archive, split="head")
+    assert [example for example in examples if example in set(head)] == head
 
 
 def test_vader_is_fetched_once(pip, tmp_path):
-    first = vader_rows(split="head")
-    assert vader_rows(split="head") == first
+    first = vader_examples(split="head")
+    assert vader_examples(split="head") == first
     assert len(pip) == 1
     assert pip[0][1:5] == ["-P", "-m", "pip", "download"]
     assert [path.name for path in (tmp_path / "cache" / "quantizer").iterdir()] == [builtin.ARCHIVE]
@@ -145,8 +150,8 @@ def test_vader_without_pip_says_what_to_do(archive, tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: no such network\n")
 
     monkeypatch.setattr(builtin.subprocess, "run", run)
-    with pytest.raises(TaskError, match=r"pip could not fetch vaderSentiment.*no such network.*copy the file to"):
-        vader_rows()
+    with pytest.raises(TaskError, match=r"pip could not download vaderSentiment.*no such network.*copy the file to"):
+        vader_examples()
     assert list((tmp_path / "cache" / "quantizer").iterdir()) == []
 
 
@@ -155,8 +160,8 @@ def test_vader_slow_index_is_an_error(archive, monkeypatch):
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(builtin.subprocess, "run", run)
-    with pytest.raises(TaskError, match=r"pip did not fetch vaderSentiment==3\.3\.2 within 600 s"):
-        vader_rows()
+    with pytest.raises(TaskError, match=r"pip did not download vaderSentiment==3\.3\.2 within 600 s"):
+        vader_examples()
 
 
 def test_vader_interrupted_leaves_nothing(archive, tmp_path, monkeypatch):
@@ -166,23 +171,23 @@ def test_vader_interrupted_leaves_nothing(archive, tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtin.subprocess, "run", run)
     with pytest.raises(KeyboardInterrupt):
-        vader_rows()
+        vader_examples()
     assert list((tmp_path / "cache" / "quantizer").iterdir()) == []
 
 
 def test_vader_refuses_another_file(pip, archive, tmp_path, monkeypatch):
     monkeypatch.setattr(builtin, "SHA256", "0" * 64)
     with pytest.raises(TaskError, match=r"is not the expected file: its SHA-256 is .*expected 0000"):
-        vader_rows()
+        vader_examples()
     assert list((tmp_path / "cache" / "quantizer").iterdir()) == []
     with pytest.raises(TaskError, match="is not the expected file"):
-        vader_rows(path=archive)
+        vader_examples(path=archive)
 
 
 def test_vader_cache_that_cannot_be_made(archive, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file is in the way")
-    with pytest.raises(TaskError, match=r"cannot keep vaderSentiment-3\.3\.2\.tar\.gz.*XDG_CACHE_HOME"):
-        vader_rows()
+    with pytest.raises(TaskError, match=r"cannot store vaderSentiment-3\.3\.2\.tar\.gz.*XDG_CACHE_HOME"):
+        vader_examples()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +200,7 @@ def test_vader_cache_that_cannot_be_made(archive, tmp_path, monkeypatch):
 )
 def test_vader_names_its_subsets_and_splits(options, message):
     with pytest.raises(TaskError, match=message):
-        load_rows("vader", **options)
+        load_examples("vader", **options)
 
 
 def test_cache_folder_ignores_a_relative_setting(monkeypatch):

@@ -11,7 +11,7 @@ import transformers
 from PIL import Image as Picture
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Depths, Image, Task, build_task, load_model, load_processor, load_rows
+from quantizer.tasks import Depths, Image, Task, build_task, load_examples, load_model, load_processor
 
 NAME = "depth-estimation"
 SIZE = 32
@@ -58,28 +58,28 @@ def _ramp(right: bool) -> torch.Tensor:
 
 
 def test_the_order_is_scored_in_any_unit_and_in_its_inverse(task: Task, data: Path) -> None:
-    rows = load_rows("image-depths", path=data)
-    assert set(rows) == {Depths(data / f"images/{n}.png", data / f"depths/{n}.png") for n in (0, 1)}
-    first = rows[0] == Depths(data / "images/0.png", data / "depths/0.png")
-    right = task.predict(_says(_ramp(first), _ramp(not first)), rows)
+    examples = load_examples("image-depths", path=data)
+    assert set(examples) == {Depths(data / f"images/{n}.png", data / f"depths/{n}.png") for n in (0, 1)}
+    first = examples[0] == Depths(data / "images/0.png", data / "depths/0.png")
+    right = task.predict(_says(_ramp(first), _ramp(not first)), examples)
     assert right.outputs.shape == (2, SIZE, SIZE)
-    assert task.score(right, rows) == pytest.approx(1.0)
-    inverse = task.predict(_says(1 / _ramp(first), 7 / _ramp(not first) + 3), rows)
-    assert task.score(inverse, rows) == pytest.approx(1.0)
-    across = task.predict(_says(_ramp(first).T, _ramp(not first)), rows)
-    assert task.score(across, rows) == pytest.approx(0.5, abs=0.01)
-    low, high = task.difference_interval(right, across, rows, 200)
+    assert task.score(right, examples) == pytest.approx(1.0)
+    inverse = task.predict(_says(1 / _ramp(first), 7 / _ramp(not first) + 3), examples)
+    assert task.score(inverse, examples) == pytest.approx(1.0)
+    across = task.predict(_says(_ramp(first).T, _ramp(not first)), examples)
+    assert task.score(across, examples) == pytest.approx(0.5, abs=0.01)
+    low, high = task.difference_interval(right, across, examples, 200)
     assert low < -0.9
     assert high == pytest.approx(0.0)
     assert task.paired(right, right) == {"relative_change": 0.0}
-    assert task.paired(right, task.predict(_says(2 * _ramp(first), 2 * _ramp(not first)), rows)) == {
+    assert task.paired(right, task.predict(_says(2 * _ramp(first), 2 * _ramp(not first)), examples)) == {
         "relative_change": pytest.approx(1.0)
     }
 
 
 def test_the_same_distance_everywhere_has_no_order(task: Task, data: Path) -> None:
-    rows = load_rows("image-depths", path=data)
-    assert task.score(task.predict(_says(*2 * [torch.ones(SIZE, SIZE)]), rows), rows) == 0.0
+    examples = load_examples("image-depths", path=data)
+    assert task.score(task.predict(_says(*2 * [torch.ones(SIZE, SIZE)]), examples), examples) == 0.0
 
 
 def test_what_was_not_measured_does_not_count(task: Task, data: Path) -> None:
@@ -88,41 +88,45 @@ def test_what_was_not_measured_does_not_count(task: Task, data: Path) -> None:
     measured[:, :8] = 0
     (data / "depths/0.png").unlink()
     np.save(data / "depths/0.npy", measured)
-    rows = [row for row in load_rows("image-depths", path=data) if "0.png" in str(row)]
+    examples = [example for example in load_examples("image-depths", path=data) if "0.png" in str(example)]
     wrong_there = _ramp(True)
     wrong_there[:, 16:], wrong_there[:, :4] = 0, 99
-    assert task.score(task.predict(_says(wrong_there), rows), rows) == pytest.approx(1.0)
+    assert task.score(task.predict(_says(wrong_there), examples), examples) == pytest.approx(1.0)
 
 
 def test_images_with_classes_calibrate(task: Task, data: Path) -> None:
-    depths = load_rows("image-depths", path=data)
+    depths = load_examples("image-depths", path=data)
     image = Image(data / "images/0.png", "a class")
     assert task.samples([image, depths[0]]) == [image.path, depths[0].path]
-    with pytest.raises(TaskError, match=r"needs rows of kind Depths, got Image: .*'image-depths'"):
+    with pytest.raises(TaskError, match=r"needs samples of kind Depths, got Image: .*'image-depths'"):
         task.targets([image])
 
 
 def test_files_that_do_not_fit(task: Task, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = load_rows("image-depths", path=data)
+    examples = load_examples("image-depths", path=data)
     Picture.fromarray(np.ones((8, 16), dtype=np.uint8)).save(data / "depths/0.png")
-    with pytest.raises(TaskError, match=r"depths/0\.png has 16 x 8 places, its image 64 x 48 pixels: expected a dist"):
-        task.targets(rows)
+    with pytest.raises(
+        TaskError,
+        match=r"depths/0\.png has 16 x 8 distances, and its image has 64 x 48 pixels: "
+        r"expected a dist",
+    ):
+        task.targets(examples)
     (data / "depths/0.png").rename(data / "depths/0.npy")
     with pytest.raises(TaskError, match=r"0\.npy cannot be read as an array"):
-        task.targets(load_rows("image-depths", path=data))
+        task.targets(load_examples("image-depths", path=data))
     np.save(data / "depths/0.npy", np.ones((48, 64, 3)))
     with pytest.raises(TaskError, match=r"0\.npy holds float64 \[48, 64, 3\], expected numbers \[height x width\]"):
-        task.targets(load_rows("image-depths", path=data))
+        task.targets(load_examples("image-depths", path=data))
     np.save(data / "depths/0.npy", np.zeros((48, 64)))
-    with pytest.raises(TaskError, match=r"0\.npy has no distance but 0 and what is no number"):
-        task.targets(load_rows("image-depths", path=data))
+    with pytest.raises(TaskError, match=r"0\.npy has no distance other than 0 and NaN"):
+        task.targets(load_examples("image-depths", path=data))
     (data / "depths/0.npy").unlink()
-    with pytest.raises(TaskError, match=r"images/0\.png has none of the depths; expected .*depths/0\.png"):
-        load_rows("image-depths", path=data)
+    with pytest.raises(TaskError, match=r"images/0\.png has no file in depths; expected .*depths/0\.png"):
+        load_examples("image-depths", path=data)
     with pytest.raises(TaskError, match=r"there is no folder .*images"):
-        load_rows("image-depths", path=data / "depths")
+        load_examples("image-depths", path=data / "depths")
     with pytest.raises(TaskError, match=r"expected distances \[batch, height, width\]"):
-        task.predict(lambda batch: {"predicted_depth": torch.zeros(2, 3)}, rows)
+        task.predict(lambda batch: {"predicted_depth": torch.zeros(2, 3)}, examples)
     monkeypatch.setattr(task.inputs.processor, "do_center_crop", True, raising=False)
-    with pytest.raises(TaskError, match=r"has do_center_crop: the places of its images are not those of the measured"):
-        task.targets(rows)
+    with pytest.raises(TaskError, match=r"has do_center_crop, so its pixels do not match the measured distances"):
+        task.targets(examples)

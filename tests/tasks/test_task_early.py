@@ -44,7 +44,7 @@ def test_code_of_a_checkpoint_never_runs_and_nobody_is_asked(
 ) -> None:
     monkeypatch.setattr(builtins, "input", lambda *_: "yes")
     for read in (read_checkpoint, lambda source: load_model(source, "sequence-classification")):
-        with pytest.raises(TaskError, match=r"config\.json has an auto_map, .* which is never run here"):
+        with pytest.raises(TaskError, match=r"config\.json has an auto_map, .* which is never run"):
             read(str(with_code))
     with pytest.raises(TaskError, match="cannot load the tokenizer"):
         load_tokenizer(str(with_code))
@@ -63,12 +63,12 @@ def test_a_label_beyond_the_classes_is_told_before_anything_runs(made: Path) -> 
     model = load_model(str(made / "model"), "sequence-classification")
     task = build_task("sequence-classification", model, load_tokenizer(str(made / "model")), max_length=16)
     assert np.array_equal(task.targets([Text("a", 1), Text("b", 0)]), [1, 0])
-    with pytest.raises(TaskError, match=r"the rows hold label 7, but the model has 2 classes \(0 to 1\)"):
+    with pytest.raises(TaskError, match=r"the samples have label 7, but the model has 2 classes \(0 to 1\)"):
         task.targets([Text("a", 1), Text("b", 7)])
 
 
 def test_names_that_no_file_can_have() -> None:
-    with pytest.raises(TaskError, match="is no name of a folder or model"):
+    with pytest.raises(TaskError, match="is neither a folder nor a model name"):
         read_checkpoint("\0" + "x" * 300)
 
 
@@ -112,7 +112,7 @@ def test_a_run_tells_of_labels_before_it_calibrates(
     config = _run_file(made, tmp_path)
     rows = (tmp_path / "evaluation.csv").read_text().splitlines()
     (tmp_path / "evaluation.csv").write_text("\n".join([*rows, "the film,7"]))
-    with pytest.raises(TaskError, match="the rows hold label 7"):
+    with pytest.raises(TaskError, match="the samples have label 7"):
         _carried_out(config, tmp_path, monkeypatch)
 
 

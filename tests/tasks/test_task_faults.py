@@ -12,7 +12,7 @@ from PIL import Image as Picture
 from scipy.io import wavfile
 
 from quantizer.errors import ConfigError, TaskError
-from quantizer.tasks import load_rows, read_texts
+from quantizer.tasks import load_examples, read_texts
 
 
 def _coco(**changes: Any) -> str:
@@ -45,9 +45,9 @@ FAULTS: list[tuple[str, str, str | bytes, str]] = [
     ("text-csv", "d.csv", "text,label\n ,1\n", r"d\.csv:2: the text is empty"),
     ("text-csv", "d.csv", "", "has no samples"),
     ("text-csv", "d.csv", "text,label\n", "has no samples"),
-    ("texts", "d.txt", "\n  \n", "holds no texts"),
-    ("texts", "d.csv", "text\n", "holds no texts"),
-    ("texts", "d.csv", "id,review\n1,good\n", r"d\.csv:1: the columns are \['id', 'review'\], and 'text' is none"),
+    ("texts", "d.txt", "\n  \n", "has no texts"),
+    ("texts", "d.csv", "text\n", "has no texts"),
+    ("texts", "d.csv", "id,review\n1,good\n", r"d\.csv:1: the columns are \['id', 'review'\], without 'text'"),
     ("texts", "d.csv", "id,text\n1\n", r"d\.csv:2: 1 fields, expected 2"),
     ("texts", "d.csv", 'text\n"good" film\n', r"d\.csv:2: not CSV"),
     ("texts", "d.jsonl", '{"text": "good"}\n{"text": \n', r"d\.jsonl:2: not JSON"),
@@ -57,7 +57,7 @@ FAULTS: list[tuple[str, str, str | bytes, str]] = [
     ("texts", "d.jsonl", '{"text": "\\ud800"}', r"d\.jsonl:1: not JSON \(.*half a character"),
     ("texts", "d.jsonl", "9" * 5_000, r"d\.jsonl:1: not JSON \(.*Exceeds the limit"),
     ("texts", "d.parquet", "x", r"expected a file that ends in \.txt, \.csv, \.jsonl"),
-    ("text-pairs", "d.csv", "source,target\na text,\n", "a text is empty, expected what is read and what is to be wri"),
+    ("text-pairs", "d.csv", "source,target\na text,\n", "a text is empty, expected a source text and a target text"),
     ("text-pairs", "d.jsonl", '{"source": "a text"}\n', "expected an object like"),
     ("text-pairs", "d.txt", "a text", "expected a file that ends in .csv or .jsonl"),
     ("choices-jsonl", "d.jsonl", '{"question": "q", "choices": ["a"], "label": 0}', "two choices or more"),
@@ -72,17 +72,29 @@ FAULTS: list[tuple[str, str, str | bytes, str]] = [
         "squad-json",
         "d.json",
         _squad(40),
-        r"the answer 'dog' of the question 'a cat\?' is said to begin at character 40",
+        r"the answer 'dog' to 'a cat\?' does not begin at character 40",
     ),
-    ("squad-json", "d.json", '{"data": [{"title": "a"}]}', r"has not the form of SQuAD \('paragraphs' is missing\)"),
-    ("squad-json", "d.json", "{", "has not the form of SQuAD"),
+    (
+        "squad-json",
+        "d.json",
+        '{"data": [{"title": "a"}]}',
+        r"is not in the format of SQuAD \('paragraphs' is "
+        r"missing\)",
+    ),
+    ("squad-json", "d.json", "{", "is not in the format of SQuAD"),
     ("image-csv", "d.csv", "name,label\n", r"the columns are \['name', 'label'\], expected a header line with 'path'"),
     ("image-csv", "d.csv", "path,label\nb.png,red\n", r"d\.csv:2: there is no image .*b\.png \(a relative path starts"),
     ("image-csv", "d.csv", "path,label\na.png,\n", r"d\.csv:2: the label is empty"),
     ("image-csv", "d.csv", "path,label\na.png\n", r"d\.csv:2: 1 fields, expected 2"),
     ("image-csv", "d.csv", "path,label\n", "has no samples"),
     ("image-csv", "d.csv", f"path,label\n{'x' * 300}.png,0\n", r"d\.csv:2: there is no image"),
-    ("coco-json", "d.json", _coco(categories=[]), r"is not in the format of COCO \(there is no 3\); expected images"),
+    (
+        "coco-json",
+        "d.json",
+        _coco(categories=[]),
+        r"is not in the format of COCO \(key 3 is missing\); expected "
+        r"images",
+    ),
     (
         "coco-json",
         "d.json",
@@ -112,36 +124,36 @@ def folder(tmp_path: Path) -> Path:
 def test_a_fault_is_told_with_its_place(folder: Path, name: str, file: str, content: Any, message: str) -> None:
     (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TaskError, match=message):
-        read_texts(folder / file) if name == "texts" else load_rows(name, path=folder / file)
+        read_texts(folder / file) if name == "texts" else load_examples(name, path=folder / file)
 
 
 @pytest.mark.parametrize("label", ["9" * 5_000, str(2**63), "-1", "1.0", "\u0663"], ids=lambda label: label[:6])
 def test_labels_that_are_no_number_of_a_class(label: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(f"text,label\ngood,{label}\n")
     with pytest.raises(TaskError, match=r"a\.csv:2: the label is .*, expected an integer from 0"):
-        load_rows("text-csv", path=tmp_path / "a.csv")
+        load_examples("text-csv", path=tmp_path / "a.csv")
     (tmp_path / "a.txt").write_text(f"{label} good\n")
     with pytest.raises(TaskError, match=r"a\.txt:1: .*, expected an integer label, a space and a text"):
-        load_rows("sst2-text", path=tmp_path / "a.txt")
+        load_examples("sst2-text", path=tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_data_set_needs_a_file(tmp_path: Path, name: str) -> None:
     with pytest.raises(TaskError, match="no path was given: set 'path'"):
-        load_rows(name)
+        load_examples(name)
     for missing in ("absent.csv", "x" * 300):
         with pytest.raises(TaskError, match=r"there is no file|File name too long"):
-            load_rows(name, path=tmp_path / missing)
+            load_examples(name, path=tmp_path / missing)
     with pytest.raises(TaskError, match="is a folder, expected a file"):
-        load_rows(name, path=tmp_path)
+        load_examples(name, path=tmp_path)
 
 
 def test_options_and_names_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("1 fine\n")
     for option in ("split", "subset"):
         with pytest.raises(TaskError, match=f"has no {option}s, but {option}='train'"):
-            load_rows("sst2-text", path=tmp_path / "d.txt", **{option: "train"})
+            load_examples("sst2-text", path=tmp_path / "d.txt", **{option: "train"})
     with pytest.raises(ConfigError, match="unknown data set 'glue'; known: audio-csv, audio-folder, choices-jsonl"):
-        load_rows("glue")
+        load_examples("glue")
     with pytest.raises(TaskError, match="there is no file"):
         read_texts(tmp_path / "a.txt")

@@ -18,10 +18,10 @@ from quantizer.tasks import (
     Image,
     Task,
     build_task,
+    load_examples,
     load_image_processor,
     load_model,
     load_processor,
-    load_rows,
     read_image,
     read_images,
 )
@@ -53,11 +53,11 @@ def task(vit: Path, model: torch.nn.Module) -> Task:
 
 
 def test_a_folder_of_classes_mixes_them(images: Path) -> None:
-    rows = load_rows("image-folder", path=images)
-    assert rows == load_rows("image-folder", path=images)
-    assert sorted(row.path for row in rows) == sorted(images.rglob("*.png"))
-    assert all(row.label == row.path.parent.name for row in rows)
-    assert {row.label for row in rows[:6]} == set(CLASSES)
+    examples = load_examples("image-folder", path=images)
+    assert examples == load_examples("image-folder", path=images)
+    assert sorted(example.path for example in examples) == sorted(images.rglob("*.png"))
+    assert all(example.label == example.path.parent.name for example in examples)
+    assert {example.label for example in examples[:6]} == set(CLASSES)
 
 
 def test_images_without_labels_are_in_one_order_whatever_the_folders_place(images: Path, tmp_path: Path) -> None:
@@ -74,24 +74,24 @@ def test_a_list_of_images_keeps_its_order(images: Path, header: str) -> None:
     other = {**line, "path": "blue/2.png", "file": "blue/2.png", "label": "2", "class_index": "2"}
     rows = [",".join(row[name] for name in names) for row in (line, other)]
     written.write_text("\n".join([header, *rows]) + "\n")
-    found = load_rows("image-csv", path=written)
+    found = load_examples("image-csv", path=written)
     assert found == [Image(images / "red" / "0.png", "red"), Image(images / "blue" / "2.png", "2")]
 
 
 def test_folders_that_are_wrong(images: Path, tmp_path: Path) -> None:
     (tmp_path / "empty" / "red").mkdir(parents=True)
     with pytest.raises(TaskError, match=r"empty holds no images; expected .*empty/CLASS/FILE with files that end in"):
-        load_rows("image-folder", path=tmp_path / "empty")
+        load_examples("image-folder", path=tmp_path / "empty")
     with pytest.raises(TaskError, match=r"empty holds no images: expected files that end in \.bmp"):
         read_images(tmp_path / "empty")
-    with pytest.raises(TaskError, match=r"red/\d\.png lies in no folder of a class; expected .*/red/CLASS/\d\.png"):
-        load_rows("image-folder", path=images / "red")
+    with pytest.raises(TaskError, match=r"red/\d\.png is not in a class folder; expected .*/red/CLASS/\d\.png"):
+        load_examples("image-folder", path=images / "red")
     with pytest.raises(TaskError, match="there is no folder"):
-        load_rows("image-folder", path=tmp_path / "missing")
+        load_examples("image-folder", path=tmp_path / "missing")
     with pytest.raises(TaskError, match=r"0\.png is a file, expected a folder"):
-        load_rows("image-folder", path=images / "red" / "0.png")
-    with pytest.raises(TaskError, match="reads a folder of yours, but no path was given"):
-        load_rows("image-folder")
+        load_examples("image-folder", path=images / "red" / "0.png")
+    with pytest.raises(TaskError, match="needs a folder, but no path was given"):
+        load_examples("image-folder")
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_an_image_that_cannot_be_read(images: Path, tmp_path: Path, damage: str)
     content = {"cut": whole[:100], "foreign": b"no image", "header": whole[:20] + b"\xff" * 40 + whole[60:]}
     if damage != "missing":
         path.write_bytes(content[damage])
-    with pytest.raises(TaskError, match=r"bad\.png cannot be read as an image \(.+\): mend the file, or take it out"):
+    with pytest.raises(TaskError, match=r"bad\.png cannot be read as an image \(.+\): repair the file, or remove it"):
         read_image(path)
 
 
@@ -132,13 +132,13 @@ def test_batches_are_the_processors(task: Task, vit: Path, images: Path) -> None
 
 
 def test_scores_are_those_of_the_model_run_by_hand(task: Task, model: torch.nn.Module, images: Path) -> None:
-    rows = load_rows("image-folder", path=images)
-    predictions = task.predict(lambda batch: model(**batch), rows)
+    examples = load_examples("image-folder", path=images)
+    predictions = task.predict(lambda batch: model(**batch), examples)
     with torch.no_grad():
-        by_hand = [int(model(**task.inputs.batch([row.path])).logits.argmax()) for row in rows]
+        by_hand = [int(model(**task.inputs.batch([example.path])).logits.argmax()) for example in examples]
     assert predictions.decisions.tolist() == by_hand
-    right = sum(CLASSES[label] == row.label for label, row in zip(by_hand, rows, strict=True))
-    assert task.score(predictions, rows) == pytest.approx(right / 12)
+    right = sum(CLASSES[label] == example.label for label, example in zip(by_hand, examples, strict=True))
+    assert task.score(predictions, examples) == pytest.approx(right / 12)
     other = task.predictions(-predictions.outputs)
     paired = task.paired(predictions, other)
     assert paired["label_flips"] == np.mean(other.decisions != predictions.decisions) > 0
@@ -164,8 +164,8 @@ def test_a_name_of_two_classes_is_no_label(vit: Path, images: Path) -> None:
 
 def test_rows_of_another_kind(task: Task, tmp_path: Path) -> None:
     (tmp_path / "texts.csv").write_text("text,label\na film,0\n")
-    with pytest.raises(TaskError, match="needs rows of kind Image, got Text: use a data set of such rows, like"):
-        task.batches(load_rows("text-csv", path=tmp_path / "texts.csv"))
+    with pytest.raises(TaskError, match="needs samples of kind Image, got Text: use a data set of such samples, like"):
+        task.batches(load_examples("text-csv", path=tmp_path / "texts.csv"))
 
 
 # -- checkpoints and processors ----------------------------------------------------------------------------------------
@@ -174,9 +174,13 @@ def test_rows_of_another_kind(task: Task, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "task", "expected"),
     [
-        (transformers.BertConfig(), NAME, "bert reads text, and task 'image-classification' is for image"),
-        (transformers.ViTConfig(), "sequence-classification", "vit reads image, and task 'sequence-classification' is"),
-        (transformers.BeitConfig(), "sentence-similarity", "beit reads image, and task"),  # it has a vocabulary
+        (transformers.BertConfig(), NAME, "bert has text inputs, and task 'image-classification' needs image inputs"),
+        (
+            transformers.ViTConfig(),
+            "sequence-classification",
+            "vit has image inputs, and task 'sequence-classification' needs",
+        ),
+        (transformers.BeitConfig(), "sentence-similarity", "beit has image inputs, and task"),  # it has a vocabulary
     ],
     ids=["text", "image", "image-with-vocabulary"],
 )
@@ -204,8 +208,12 @@ def test_no_image_processor(vit: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"size": {"height": 16, "width": 16}}, r"does not take the images \[3, 16, 16\] that its image processor mak"),
-        ({"size": {"shortest_edge": SIZE}}, r"gives images of several sizes \(\[3, 32, 48\] and \[3, 48, 32\]\)"),
+        (
+            {"size": {"height": 16, "width": 16}},
+            r"does not accept images of the shape \[3, 16, 16\] from its image "
+            r"processor",
+        ),
+        ({"size": {"shortest_edge": SIZE}}, r"returns images of several sizes \(\[3, 32, 48\] and \[3, 48, 32\]\)"),
         ({"size": {"width": 9}}, "refused new images: .*; check preprocessor_config"),
     ],
     ids=["other-size", "sizes", "nonsense"],
@@ -220,7 +228,7 @@ def test_a_processor_that_does_not_fit(
 
 
 def test_a_model_that_takes_no_images() -> None:
-    with pytest.raises(TaskError, match="Linear takes no 'pixel_values': expected a model of images"):
+    with pytest.raises(TaskError, match="Linear has no input 'pixel_values': expected a model of images"):
         build_task(NAME, torch.nn.Linear(2, 2), transformers.ViTImageProcessorPil())
 
 

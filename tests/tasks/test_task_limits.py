@@ -17,15 +17,15 @@ from quantizer.errors import QuantizerError, TaskError
 from quantizer.export.qdq.onnx_file import TensorSpec
 from quantizer.pipeline.load import Converted
 from quantizer.pipeline.scores import TaskMetric
-from quantizer.tasks import Image, build_task, load_model, load_rows, read_checkpoint, read_image, read_images
+from quantizer.tasks import Image, build_task, load_examples, load_model, read_checkpoint, read_image, read_images
 
 # -- labels ----------------------------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 OTHERS = [
-    ({"num_labels": 1}, "gives a score and no class"),
-    ({"num_labels": 3, "problem_type": "regression"}, "gives a score and no class"),
-    ({"num_labels": 3, "problem_type": "multi_label_classification"}, "gives several labels at once"),
+    ({"num_labels": 1}, "returns a score instead of a class"),
+    ({"num_labels": 3, "problem_type": "regression"}, "returns a score instead of a class"),
+    ({"num_labels": 3, "problem_type": "multi_label_classification"}, "returns several labels at once"),
 ]
 
 
@@ -33,7 +33,7 @@ OTHERS = [
 def test_a_model_whose_largest_logit_decides_nothing(options, message, tokenizer, tmp_path) -> None:
     config = tf.BertConfig(vocab_size=24, max_position_embeddings=64, **SIZES, **options)
     model = BertForSequenceClassification(config).eval()
-    expected = rf"task 'sequence-classification' takes the class of the largest logit .*{message}.* with the Quantizer"
+    expected = rf"task 'sequence-classification' needs one class per sample.*{message}.* with Quantizer"
     with pytest.raises(TaskError, match=expected):
         build_task("sequence-classification", model, tokenizer)
     model.save_pretrained(tmp_path)
@@ -49,7 +49,7 @@ def test_a_model_of_images_with_one_output(tmp_path: Path) -> None:
     config = tf.AutoConfig.from_pretrained(folder)
     config.num_labels = 1
     model = tf.ViTForImageClassification(config).eval()
-    with pytest.raises(TaskError, match=r"task 'image-classification' .*gives a score and no class"):
+    with pytest.raises(TaskError, match=r"task 'image-classification' .*returns a score instead of a class"):
         build_task("image-classification", model, tf.AutoImageProcessor.from_pretrained(folder))
 
 
@@ -123,7 +123,7 @@ def classes(tmp_path: Path) -> Path:
 
 def test_links_to_folders_are_followed(classes: Path) -> None:
     (classes / "dog").symlink_to(classes.parent / "elsewhere")
-    assert sorted((row.label, row.path.name) for row in load_rows("image-folder", path=classes)) == [
+    assert sorted((example.label, example.path.name) for example in load_examples("image-folder", path=classes)) == [
         ("cat", "0.png"),
         ("cat", "1.png"),
         ("dog", "0.png"),
@@ -141,11 +141,11 @@ def test_hidden_files_are_no_images(classes: Path) -> None:
 def test_links_that_lead_nowhere_or_in_circles(classes: Path) -> None:
     link = classes / "dog"
     link.symlink_to(classes)
-    with pytest.raises(TaskError, match=r"dog leads to a folder that it lies in: remove the link"):
+    with pytest.raises(TaskError, match=r"dog is a link to a folder that contains it: remove the link"):
         read_images(classes)
     link.unlink()
     (classes / "cat" / "2.png").symlink_to(classes / "missing.png")
-    with pytest.raises(TaskError, match=r"2\.png leads to a file that is not there: mend the link, or remove it"):
+    with pytest.raises(TaskError, match=r"2\.png is a broken link: repair or remove it"):
         read_images(classes)
 
 
@@ -155,8 +155,8 @@ class _Task:
 
 def test_other_pixels_under_one_name_are_other_rows(classes: Path) -> None:
     def identity() -> str:
-        rows = load_rows("image-folder", path=classes)
-        return TaskMetric(("model",), _Task(), rows, [], lambda model: model).reads
+        examples = load_examples("image-folder", path=classes)
+        return TaskMetric(("model",), _Task(), examples, [], lambda model: model).reads
 
     before = identity()
     assert identity() == before

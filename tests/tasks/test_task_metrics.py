@@ -71,7 +71,7 @@ def test_sqnr():
 
 
 def test_figures_of_other_rows_are_refused():
-    with pytest.raises(TaskError, match=r"shapes are \(3,\) and \(4,\): predict both sides on the same rows"):
+    with pytest.raises(TaskError, match=r"shapes are \(3,\) and \(4,\): predict both sides on the same samples"):
         label_flips(np.zeros(3), np.zeros(4))
 
 
@@ -105,7 +105,7 @@ def test_bootstrap_does_not_depend_on_its_chunks(generator, monkeypatch):
 
 
 def test_bootstrap_needs_rows_and_resamples():
-    with pytest.raises(TaskError, match="a bootstrap of 0 resamples over 3 rows"):
+    with pytest.raises(TaskError, match="a bootstrap of 0 resamples over 3 samples"):
         bootstrap_interval(accuracy, np.zeros(3), np.zeros(3), np.zeros(3), n=0)
-    with pytest.raises(TaskError, match="a bootstrap of 10 resamples over 0 rows"):
+    with pytest.raises(TaskError, match="a bootstrap of 10 resamples over 0 samples"):
         bootstrap_interval(accuracy, np.zeros(0), np.zeros(0), np.zeros(0), n=10)

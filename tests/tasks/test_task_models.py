@@ -43,10 +43,10 @@ def test_a_package_folder_is_found_without_importing(package):
     [
         pytest.param("package:some_model_package/nowhere", "has no folder 'nowhere'", id="no-folder"),
         pytest.param("package:some_model_package/../outside", "has no folder '../outside'", id="outside"),
-        pytest.param("package:some_model_package/deep", "holds no config.json", id="no-config"),
+        pytest.param("package:some_model_package/deep", "has no config.json", id="no-config"),
         pytest.param("package:not_there/model", "run  pip install not-there", id="no-package"),
-        pytest.param("package:a.b/model", "'a.b' is no package name", id="dotted"),
-        pytest.param("package:", "'' is no package name", id="empty"),
+        pytest.param("package:a.b/model", "'a.b' is not a package name", id="dotted"),
+        pytest.param("package:", "'' is not a package name", id="empty"),
     ],
 )
 def test_a_missing_package_says_what_to_install(package, source, message):
@@ -77,14 +77,14 @@ def test_what_looks_like_a_path_must_exist(tmp_path, monkeypatch, source):
 def test_a_file_is_no_model(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"")
-    with pytest.raises(TaskError, match=r"is a file, expected the folder that holds config\.json"):
+    with pytest.raises(TaskError, match=r"is a file, expected the folder with config\.json"):
         resolve_source(str(path))
 
 
 def test_hub_names_pass_and_nonsense_does_not():
     assert resolve_source("bert-base-uncased") == "bert-base-uncased"
     assert resolve_source("nobody/none-v1.5") == "nobody/none-v1.5"
-    with pytest.raises(TaskError, match="is no name of a folder or model: expected a local folder, a hub name"):
+    with pytest.raises(TaskError, match="is neither a folder nor a model name: expected a local folder, a hub name"):
         resolve_source("bert base")
 
 
@@ -137,7 +137,7 @@ def test_a_hub_name_that_cannot_be_had_is_explained(monkeypatch):
             raise OSError("We couldn't connect to the hub\nand more")
 
     monkeypatch.setattr("transformers.AutoModel", Offline)
-    with pytest.raises(TaskError, match=r"it was taken for a hub name: check the spelling and the network.*couldn't"):
+    with pytest.raises(TaskError, match=r"it was read as a hub name: check the spelling and the network.*couldn't"):
         load_model("nobody/none", "sentence-similarity")
 
 
@@ -165,5 +165,5 @@ def test_without_the_hub_a_name_that_is_nowhere_fails_at_once(tmp_path: Path, mo
     with pytest.raises(TaskError, match=said):
         models.read_checkpoint("modles/mine")
     for wrong in ("a--b", "a..b"):
-        with pytest.raises(TaskError, match="is no name of a folder or model"):
+        with pytest.raises(TaskError, match="is neither a folder nor a model name"):
             models.read_checkpoint(wrong)

@@ -16,9 +16,9 @@ import transformers
 from PIL import Image as Picture
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Boxes, Image, Task, build_task, load_rows
+from quantizer.tasks import Boxes, Image, Task, build_task, load_examples
 from quantizer.tasks.image_inputs import read_size
-from quantizer.tasks.object_detection import Found, average_precision, match_objects
+from quantizer.tasks.object_detection import Detections, average_precision, match_objects
 
 COCO = pytest.importorskip("pycocotools.coco", reason="install enginequant[hf]").COCO
 COCOeval = pytest.importorskip("pycocotools.cocoeval", reason="install enginequant[hf]").COCOeval
@@ -44,7 +44,7 @@ def task() -> Task:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> list[Boxes]:
+def examples(tmp_path: Path) -> list[Boxes]:
     """Images of several sizes with up to four objects; the first has none, and the last a crowd."""
     pick = np.random.default_rng(0)
     made = []
@@ -58,26 +58,26 @@ def rows(tmp_path: Path) -> list[Boxes]:
     return made
 
 
-def _found(rows: list[Boxes], seed: int) -> list[Found]:
+def _found(examples: list[Boxes], seed: int) -> list[Detections]:
     """What a mediocre model finds: each object shifted, sometimes of another class, and some that are not there."""
     pick = np.random.default_rng(seed)
     made = []
-    for row in rows:
-        boxes = [np.add(box, pick.normal(0, 1, 4)) for box in row.boxes]
-        kinds = [CLASSES.index(label) if pick.random() < 0.8 else 0 for label in row.labels]
+    for example in examples:
+        boxes = [np.add(box, pick.normal(0, 1, 4)) for box in example.boxes]
+        kinds = [CLASSES.index(label) if pick.random() < 0.8 else 0 for label in example.labels]
         boxes += list(pick.uniform(1, 30, (3, 4)))
         kinds += list(pick.integers(0, 3, 3))
-        made.append(Found(np.abs(np.array(boxes)), np.array(kinds), pick.random(len(boxes))))
+        made.append(Detections(np.abs(np.array(boxes)), np.array(kinds), pick.random(len(boxes))))
     return made
 
 
-def _coco(found: list[Found], rows: list[Boxes]) -> float:
+def _coco(found: list[Detections], examples: list[Boxes]) -> float:
     """The score as pycocotools sums it up itself, each image as one of its own."""
     truth = COCO()
-    truth.dataset = {"info": {}, "images": [{"id": at} for at in range(len(rows))], "annotations": []}
+    truth.dataset = {"info": {}, "images": [{"id": at} for at in range(len(examples))], "annotations": []}
     truth.dataset["categories"] = [{"id": at, "name": name} for at, name in enumerate(CLASSES)]
-    for at, row in enumerate(rows):
-        for box, label, crowd in zip(row.boxes, row.labels, row.crowds, strict=True):
+    for at, example in enumerate(examples):
+        for box, label, crowd in zip(example.boxes, example.labels, example.crowds, strict=True):
             told = {"image_id": at, "category_id": CLASSES.index(label), "bbox": list(box), "area": box[2] * box[3]}
             number = len(truth.dataset["annotations"]) + 1
             truth.dataset["annotations"].append({**told, "iscrowd": int(crowd), "id": number})
@@ -95,19 +95,19 @@ def _coco(found: list[Found], rows: list[Boxes]) -> float:
     return float(judged.stats[0])
 
 
-def test_the_score_is_that_of_pycocotools_for_all_rows_and_for_resamples(rows: list[Boxes]) -> None:
-    found = _found(rows, seed=1)
-    matches = match_objects(found, rows, CLASSES)
-    draws = [np.arange(len(rows)), *np.random.default_rng(2).integers(len(rows), size=(5, len(rows)))]
-    weights = np.array([np.bincount(draw, minlength=len(rows)) for draw in draws])
-    expected = [_coco([found[at] for at in draw], [rows[at] for at in draw]) for draw in draws]
+def test_the_score_is_that_of_pycocotools_for_all_rows_and_for_resamples(examples: list[Boxes]) -> None:
+    found = _found(examples, seed=1)
+    matches = match_objects(found, examples, CLASSES)
+    draws = [np.arange(len(examples)), *np.random.default_rng(2).integers(len(examples), size=(5, len(examples)))]
+    weights = np.array([np.bincount(draw, minlength=len(examples)) for draw in draws])
+    expected = [_coco([found[at] for at in draw], [examples[at] for at in draw]) for draw in draws]
     assert 0.1 < expected[0] < 0.9
     np.testing.assert_allclose(average_precision(matches, weights), expected, atol=1e-12)
 
 
-def _runs(rows: list[Boxes], found: list[Found]) -> Callable[[dict[str, torch.Tensor]], object]:
+def _runs(examples: list[Boxes], found: list[Detections]) -> Callable[[dict[str, torch.Tensor]], object]:
     """A model that gives what was found as candidates: logits with a last class for nothing, boxes by their middles."""
-    called = iter(range(0, len(rows), 2))
+    called = iter(range(0, len(examples), 2))
 
     def run(batch: dict[str, torch.Tensor]) -> object:
         start = next(called)
@@ -115,7 +115,7 @@ def _runs(rows: list[Boxes], found: list[Found]) -> Callable[[dict[str, torch.Te
         logits[..., -1] = 0.0
         boxes = torch.zeros(2, 8, 4)
         for at in range(2):
-            width, height = read_size(rows[start + at].path)
+            width, height = read_size(examples[start + at].path)
             one = found[start + at]
             for place, (box, kind, score) in enumerate(zip(one.boxes, one.classes, one.scores, strict=True)):
                 x, y, wide, high = box / np.array([width, height, width, height])
@@ -126,31 +126,31 @@ def _runs(rows: list[Boxes], found: list[Found]) -> Callable[[dict[str, torch.Te
     return run
 
 
-def test_objects_of_a_model_are_scored_with_intervals(task: Task, rows: list[Boxes]) -> None:
-    found = _found(rows, seed=1)
-    predictions = task.predict(_runs(rows, found), rows)
-    assert task.score(predictions, rows) == pytest.approx(_coco(found, rows), abs=1e-6)
+def test_objects_of_a_model_are_scored_with_intervals(task: Task, examples: list[Boxes]) -> None:
+    found = _found(examples, seed=1)
+    predictions = task.predict(_runs(examples, found), examples)
+    assert task.score(predictions, examples) == pytest.approx(_coco(found, examples), abs=1e-6)
     perfect = [
-        Found(
-            np.array(row.boxes).reshape(-1, 4),
-            np.array([CLASSES.index(one) for one in row.labels]),
-            np.full(len(row.labels), 0.9),
+        Detections(
+            np.array(example.boxes).reshape(-1, 4),
+            np.array([CLASSES.index(one) for one in example.labels]),
+            np.full(len(example.labels), 0.9),
         )
-        for row in rows
+        for example in examples
     ]
-    best = task.predict(_runs(rows, perfect), rows)
-    assert task.score(best, rows) == pytest.approx(1.0, abs=1e-6)
-    low, high = task.difference_interval(best, predictions, rows, n=200)
-    assert low < task.score(predictions, rows) - task.score(best, rows) < high < 0
-    assert task.difference_interval(best, best, rows, n=20) == (0.0, 0.0)
+    best = task.predict(_runs(examples, perfect), examples)
+    assert task.score(best, examples) == pytest.approx(1.0, abs=1e-6)
+    low, high = task.difference_interval(best, predictions, examples, n=200)
+    assert low < task.score(predictions, examples) - task.score(best, examples) < high < 0
+    assert task.difference_interval(best, best, examples, n=20) == (0.0, 0.0)
 
 
-def test_the_paired_figure_counts_objects_that_are_lost(task: Task, rows: list[Boxes]) -> None:
+def test_the_paired_figure_counts_objects_that_are_lost(task: Task, examples: list[Boxes]) -> None:
     box, other = np.array([[0.1, 0.1, 0.4, 0.4]]), np.array([[0.6, 0.6, 0.2, 0.2]])
 
     def one(boxes: Any, kind: int, score: float) -> Any:
         made = np.empty(1, dtype=object)
-        made[0] = Found(boxes, np.array([kind]), np.array([score]))
+        made[0] = Detections(boxes, np.array([kind]), np.array([score]))
         return type("Told", (), {"decisions": made})
 
     assert task.paired(one(box, 0, 0.9), one(box + 0.01, 0, 0.6)) == {"objects_lost": 0.0}
@@ -174,16 +174,20 @@ def _file(folder: Path, **changes: Any) -> Path:
 
 def test_files_of_coco_are_read(tmp_path: Path) -> None:
     first = Boxes(tmp_path / "a.png", ((1.0, 2.0, 3.0, 4.0),), ("dog",), (True,))
-    assert load_rows("coco-json", path=_file(tmp_path)) == [first, Boxes(tmp_path / "images" / "b.png", (), (), ())]
+    assert load_examples("coco-json", path=_file(tmp_path)) == [first, Boxes(tmp_path / "images" / "b.png", (), (), ())]
 
 
-def test_rows_and_models_that_do_not_fit(task: Task, rows: list[Boxes]) -> None:
-    with pytest.raises(TaskError, match=r"the class 'fish', which the model does not have; it has cat, dog, bird"):
-        task.targets([Boxes(rows[0].path, ((1.0, 1.0, 1.0, 1.0),), ("fish",), (False,))])
-    with pytest.raises(TaskError, match=r"needs rows of kind Boxes, got Image: use a data set .* 'coco-json'"):
-        task.targets([Image(rows[0].path, "cat")])
+def test_rows_and_models_that_do_not_fit(task: Task, examples: list[Boxes]) -> None:
+    with pytest.raises(
+        TaskError,
+        match=r"the class 'fish', which the model does not have; expected one of cat, "
+        r"dog, bird",
+    ):
+        task.targets([Boxes(examples[0].path, ((1.0, 1.0, 1.0, 1.0),), ("fish",), (False,))])
+    with pytest.raises(TaskError, match=r"needs samples of kind Boxes, got Image: use a data set .* 'coco-json'"):
+        task.targets([Image(examples[0].path, "cat")])
     with pytest.raises(TaskError, match=r"expected logits \[batch, candidates, classes\] and pred_boxes"):
-        task.predict(lambda batch: {"logits": torch.zeros(2, 5, 4), "pred_boxes": torch.zeros(2, 4, 4)}, rows)
+        task.predict(lambda batch: {"logits": torch.zeros(2, 5, 4), "pred_boxes": torch.zeros(2, 4, 4)}, examples)
     plain = transformers.ViTImageProcessorPil(size={"height": SIZE, "width": SIZE})
-    with pytest.raises(TaskError, match="ViTImageProcessorPil makes no objects of a model's candidates"):
+    with pytest.raises(TaskError, match="ViTImageProcessorPil has no post_process_object_detection"):
         build_task(NAME, _Detector(), plain)

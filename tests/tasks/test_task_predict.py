@@ -129,15 +129,15 @@ def test_scores_and_figures_of_pairs(similarity, encoder):
 
 
 def test_scores_and_figures_of_labels(classification):
-    rows = TEXTS[:4]
+    examples = TEXTS[:4]
     reference = classification.predictions(np.array([[0, 2, 0], [2, 0, 0], [0, 2, 0], [0, 2, 0]], dtype=np.float32))
     other = classification.predictions(np.array([[0, 2, 0], [2, 0, 0], [2, 0, 0], [0, 2, 0]], dtype=np.float32))
-    assert classification.score(reference, rows) == 0.75
-    assert classification.score(other, rows) == 0.5
+    assert classification.score(reference, examples) == 0.75
+    assert classification.score(other, examples) == 0.5
     figures = classification.paired(reference, other)
     assert figures["label_flips"] == 0.25
     assert figures["kl_divergence"] > 0
-    low, high = classification.difference_interval(reference, other, rows, n=200)
+    low, high = classification.difference_interval(reference, other, examples, n=200)
     assert low <= -0.25 <= high
 
 
@@ -164,7 +164,7 @@ def test_a_head_is_fitted_on_float_embeddings(encoder, tokenizer):
 
 def test_a_head_needs_two_classes(encoder, tokenizer):
     task = build_task("embedding-classification", encoder, tokenizer, max_length=32)
-    with pytest.raises(TaskError, match="the 2 head rows are all of one class, expected at least two"):
+    with pytest.raises(TaskError, match="the 2 samples of the head are all of one class, expected at least two"):
         task.fit_head(lambda batch: encoder(**batch), [TEXTS[0], TEXTS[2]])
 
 
@@ -175,24 +175,24 @@ def test_a_task_without_head_says_so(similarity, encoder):
 
 
 def test_rows_of_another_kind_are_refused(similarity, classification):
-    with pytest.raises(TaskError, match="needs rows of kind Pair, got Text: use a data set of such rows, like"):
+    with pytest.raises(TaskError, match="needs samples of kind Pair, got Text: use a data set of such samples, like"):
         similarity.batches(TEXTS)
-    with pytest.raises(TaskError, match="needs rows of kind Text, got Pair"):
+    with pytest.raises(TaskError, match="needs samples of kind Text, got Pair"):
         classification.batches(PAIRS)
-    with pytest.raises(TaskError, match="was given no rows, expected at least one"):
+    with pytest.raises(TaskError, match="was given no samples, expected at least one"):
         similarity.batches([])
 
 
 def test_labels_without_a_class_are_refused(classification, classifier):
-    rows = [Text("good", 0), Text("bad", 3)]
-    predictions = classification.predict(lambda batch: classifier(**batch), rows)
-    with pytest.raises(TaskError, match=r"the rows hold label 3, but the model has 3 classes \(0 to 2\)"):
-        classification.score(predictions, rows)
+    examples = [Text("good", 0), Text("bad", 3)]
+    predictions = classification.predict(lambda batch: classifier(**batch), examples)
+    with pytest.raises(TaskError, match=r"the samples have label 3, but the model has 3 classes \(0 to 2\)"):
+        classification.score(predictions, examples)
 
 
 def test_predictions_on_other_rows_are_refused(classification, classifier):
     predictions = classification.predict(lambda batch: classifier(**batch), TEXTS)
-    with pytest.raises(TaskError, match="5 predictions but 2 rows: pass the rows predicted on"):
+    with pytest.raises(TaskError, match="5 predictions but 2 samples: pass the samples predicted on"):
         classification.score(predictions, TEXTS[:2])
 
 
@@ -200,10 +200,10 @@ def test_predictions_on_other_rows_are_refused(classification, classifier):
     ("output", "message"),
     [
         pytest.param(lambda n: np.full((n, 3), np.nan), "holds NaN or infinite values for batch 1 of 3", id="nan"),
-        pytest.param(lambda n: np.zeros((n + 1, 3)), "gave 3 outputs for a batch of 2 texts", id="rows"),
+        pytest.param(lambda n: np.zeros((n + 1, 3)), "returned 3 outputs for a batch of 2 texts", id="rows"),
         pytest.param(lambda n: np.zeros((n, 4, 3)), r"shape \(2, 4, 3\), expected logits \[batch", id="rank"),
-        pytest.param(lambda n: {}, "gave dict, in which there is no tensor or array for 'logits'", id="empty"),
-        pytest.param(lambda n: None, "gave NoneType, in which there is no tensor", id="none"),
+        pytest.param(lambda n: {}, "returned dict without a tensor or array for 'logits'", id="empty"),
+        pytest.param(lambda n: None, "returned NoneType without a tensor", id="none"),
     ],
 )
 def test_broken_outputs_are_refused(classification, output, message):

@@ -16,7 +16,7 @@ from quantizer.tasks import Pair, Text, build_task, load_model
 from quantizer.tasks.checkpoints import read_pooling
 from quantizer.tasks.outputs import MEAN, MODES, SentencePooling
 
-ROWS = [Pair("a good film", "the film was fine .", 4.0), Pair("a cat", "the plane is very fast", 0.5)]
+EXAMPLES = [Pair("a good film", "the film was fine .", 4.0), Pair("a cat", "the plane is very fast", 0.5)]
 TYPE = "sentence_transformers.models."
 
 
@@ -78,8 +78,10 @@ def test_each_pooling_is_what_its_name_says(
     source = _folder(tmp_path, encoder, tokenizer, told, kinds=kinds)
     model = load_model(source, "sentence-similarity")
     task = build_task("sentence-similarity", model, tokenizer, max_length=64)
-    found = task.predict(lambda batch: model(**batch), ROWS)
-    for embedding, text in zip(found.outputs, [text for row in ROWS for text in (row.first, row.second)], strict=True):
+    found = task.predict(lambda batch: model(**batch), EXAMPLES)
+    for embedding, text in zip(
+        found.outputs, [text for example in EXAMPLES for text in (example.first, example.second)], strict=True
+    ):
         alone = tokenizer(text, return_tensors="pt")
         with torch.no_grad():
             expected = _expected(mode, model(**alone).last_hidden_state[0].numpy())
@@ -111,8 +113,8 @@ def test_prompt_and_similarity(encoder: Any, tokenizer: Any, tmp_path: Path) -> 
     )
     model = load_model(source, "sentence-similarity")
     task = build_task("sentence-similarity", model, tokenizer, max_length=64)
-    assert task.samples(ROWS)[0] == "a cat . a good film"
-    found = task.predict(lambda batch: model(**batch), ROWS)
+    assert task.samples(EXAMPLES)[0] == "a cat . a good film"
+    found = task.predict(lambda batch: model(**batch), EXAMPLES)
     dots = (found.outputs[0::2].astype(np.float64) * found.outputs[1::2]).sum(axis=-1)
     np.testing.assert_allclose(found.decisions, dots)
     classified = build_task("embedding-classification", model, tokenizer, max_length=64)
@@ -136,7 +138,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "prompt": (
         {"pooling": CLS, "config_sentence_transformers": {"default_prompt_name": "query", "prompts": {}}},
-        "its default_prompt_name is 'query', and prompts has no text of this name",
+        "its default_prompt_name is 'query', but prompts has no text of this name",
     ),
     "prompt left out": (
         {
@@ -160,7 +162,7 @@ def test_what_is_not_built_in_is_refused(encoder: Any, tokenizer: Any, tmp_path:
 def test_files_that_cannot_be_read(encoder: Any, tokenizer: Any, tmp_path: Path) -> None:
     source = _folder(tmp_path, encoder, tokenizer, CLS)
     (tmp_path / "modules.json").write_text('{"a": 1}')
-    with pytest.raises(TaskError, match=r"its modules\.json is no list of objects with type and path"):
+    with pytest.raises(TaskError, match=r"its modules\.json is not a list of objects with type and path"):
         read_pooling(source)
     (tmp_path / "modules.json").write_text("[")
     with pytest.raises(TaskError, match=r"its modules\.json cannot be read"):
@@ -179,8 +181,8 @@ def test_embeddings_are_those_of_sentence_transformers(encoder: Any, tokenizer: 
     source = _folder(tmp_path, encoder, tokenizer, told)
     model = load_model(source, "sentence-similarity")
     found = build_task("sentence-similarity", model, tokenizer, max_length=64).predict(
-        lambda batch: model(**batch), ROWS
+        lambda batch: model(**batch), EXAMPLES
     )
-    texts = [text for row in ROWS for text in (row.first, row.second)]
+    texts = [text for example in EXAMPLES for text in (example.first, example.second)]
     expected = package.SentenceTransformer(source, device="cpu").encode(texts)
     np.testing.assert_allclose(found.outputs, expected, atol=1e-5)

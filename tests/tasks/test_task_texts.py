@@ -70,7 +70,7 @@ def test_a_checkpoint_tells_its_task(tmp_path: Path, kind: str, architecture: st
 
 def test_a_checkpoint_without_text(tmp_path: Path) -> None:
     transformers.PatchTSTConfig(architectures=["PatchTSTModel"]).save_pretrained(tmp_path)
-    with pytest.raises(TaskError, match="PatchTSTModel has no vocabulary, so it reads no text"):
+    with pytest.raises(TaskError, match="PatchTSTModel has no vocabulary, and transformers has no classifier"):
         read_checkpoint(str(tmp_path))
 
 

@@ -13,7 +13,7 @@ from tiny_vision import CLASSES, tiny_images
 
 from quantizer.cli.main import main
 from quantizer.errors import MissingDependencyError
-from quantizer.tasks import build_task, load_model, load_processor, load_rows, read_checkpoint
+from quantizer.tasks import build_task, load_examples, load_model, load_processor, read_checkpoint
 from quantizer.tasks import checkpoints as timm_models
 
 TASK = "image-classification"
@@ -56,7 +56,7 @@ def test_a_folder_of_timm_loads_with_its_own_data_config(source: str, tmp_path: 
     assert (found.task, found.labels) == (TASK, CLASSES)
     model = load_model(source, TASK)
     task = build_task(TASK, model, load_processor(source, TASK))
-    path = load_rows("image-folder", path=tiny_images(tmp_path, 3, seed=0))[0].path  # type: ignore[union-attr]
+    path = load_examples("image-folder", path=tiny_images(tmp_path, 3, seed=0))[0].path  # type: ignore[union-attr]
     batch = task.inputs.batch([path])  # type: ignore[attr-defined]
     alone = timm.create_model(f"local-dir:{source}", pretrained=True).eval()
     config = timm.data.resolve_model_data_config(alone)
@@ -80,5 +80,5 @@ def test_it_is_converted_and_serves(source: str, tmp_path: Path, monkeypatch: py
     words += ["--backend", "onnxruntime", "--batch-size", "1", "2", "6", "-o", str(tmp_path / "out")]
     assert main(["convert", "-m", source, *words]) == 0
     served = load_converted(tmp_path / "out" / "onnxruntime")
-    paths = [row.path for row in load_rows("image-folder", path=photos)]  # type: ignore[union-attr]
+    paths = [example.path for example in load_examples("image-folder", path=photos)]  # type: ignore[union-attr]
     assert set(served.labels(paths)) <= set(CLASSES)

@@ -18,7 +18,16 @@ from transformers import (
 )
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Plain, Question, Words, build_task, load_model, load_rows, load_tokenizer, read_checkpoint
+from quantizer.tasks import (
+    Plain,
+    Question,
+    Words,
+    build_task,
+    load_examples,
+    load_model,
+    load_tokenizer,
+    read_checkpoint,
+)
 
 TAGS = ["O", "B-animal", "I-animal", "B-thing"]
 WORDS = [
@@ -46,9 +55,9 @@ def answerer(tokenizer):
     return build_task("question-answering", BertForQuestionAnswering(tiny_config()).eval(), tokenizer, max_length=24)
 
 
-def _tags(task, rows):
+def _tags(task, examples):
     """Return a model that gives each word the tag of its row, found by the words of the text."""
-    pairs = [pair for row in rows for pair in zip(row.words, row.tags, strict=True)]
+    pairs = [pair for example in examples for pair in zip(example.words, example.tags, strict=True)]
     of = {task.inputs.tokenizer.convert_tokens_to_ids(word): tag for word, tag in pairs}
 
     def run(batch):
@@ -91,7 +100,7 @@ def test_rows_are_counted_once(tagger, monkeypatch):
     assert tagger.score(found, WORDS) == 1.0
     tagger.difference_interval(found, found, list(WORDS), 20)
     assert len(counted) == 1
-    with pytest.raises(TaskError, match="3 predictions but 2 rows: pass the rows predicted on"):
+    with pytest.raises(TaskError, match="3 predictions but 2 samples: pass the samples predicted on"):
         tagger.score(found, WORDS[:2])
     assert tagger.score(found, [WORDS[1], WORDS[0], WORDS[2]]) < 1.0
     assert len(counted) == 2
@@ -106,22 +115,26 @@ def test_words_that_are_cut_off_are_missed(tokenizer):
 
 
 def test_a_tag_that_the_model_does_not_have(tagger):
-    with pytest.raises(TaskError, match=r"row 2 has the tag 'B-place', which the model does not have; expected one of"):
+    with pytest.raises(
+        TaskError,
+        match=r"sample 2 has the tag 'B-place', which the model does not have; expected "
+        r"one of",
+    ):
         tagger.targets([WORDS[0], Words(("a", "plane"), ("O", "B-place"))])
 
 
 def test_rows_of_another_kind(tagger, answerer):
-    with pytest.raises(TaskError, match=r"needs rows of kind Words, got Plain: use a data set of .* like 'conll'"):
+    with pytest.raises(TaskError, match=r"needs samples of kind Words, got Plain: use a data set of .* like 'conll'"):
         tagger.samples(PLAIN)
-    with pytest.raises(TaskError, match="needs rows of kind Question"):
+    with pytest.raises(TaskError, match="needs samples of kind Question"):
         answerer.samples(PLAIN)
-    with pytest.raises(TaskError, match="is a text alone"):
+    with pytest.raises(TaskError, match="is a single text"):
         answerer.inputs.check(["a cat"])
 
 
 def _spans(task, spans):
     """Return a model whose largest logits are at a span of each question's context, as (first, last) words of it."""
-    beginnings = [f"[CLS] {row.question} " for row in QUESTIONS]
+    beginnings = [f"[CLS] {example.question} " for example in QUESTIONS]
 
     def run(batch):
         start, end = torch.zeros(2, *batch["input_ids"].shape)
@@ -157,7 +170,7 @@ def test_outputs_in_order_are_taken_as_start_and_end(answerer):
 
 
 def test_no_answer_is_said_by_the_first_token_where_rows_have_none(answerer):
-    rows = [QUESTIONS[0], Question(QUESTIONS[1].question, QUESTIONS[1].context, ())]
+    examples = [QUESTIONS[0], Question(QUESTIONS[1].question, QUESTIONS[1].context, ())]
     spans = _spans(answerer, ((3, 4), (3, 3)))
 
     def run(batch):
@@ -166,8 +179,8 @@ def test_no_answer_is_said_by_the_first_token_where_rows_have_none(answerer):
             found["start_logits"][at, 0] = 30.0 if ids == batch["input_ids"][-1].tolist() else 0.0
         return found
 
-    found = answerer.predict(run, rows)
-    assert answerer.score(found, rows) == 1.0
+    found = answerer.predict(run, examples)
+    assert answerer.score(found, examples) == 1.0
 
 
 def test_tokens_found_again(tokenizer):
@@ -177,7 +190,7 @@ def test_tokens_found_again(tokenizer):
     batch = task.batches(PLAIN)[0]
     places = batch["input_ids"] == tokenizer.mask_token_id
     assert (places.numpy() == (hidden >= 0)).all()
-    whole = tokenizer([row.text for row in PLAIN], padding=True, return_tensors="pt")["input_ids"]
+    whole = tokenizer([example.text for example in PLAIN], padding=True, return_tensors="pt")["input_ids"]
     assert (whole[places].numpy() == hidden[hidden >= 0]).all()
 
     def model(spoiled):
@@ -208,8 +221,8 @@ def test_perplexity_is_that_of_transformers(tokenizer):
     task = build_task("text-generation", model, tokenizer, max_length=32, batch_size=1)
     found = task.predict(lambda batch: model(**batch, use_cache=False), PLAIN)
     total, tokens = 0.0, 0
-    for row in PLAIN:
-        encoded = tokenizer(row.text, return_tensors="pt")
+    for example in PLAIN:
+        encoded = tokenizer(example.text, return_tensors="pt")
         ids = encoded["input_ids"]
         with torch.no_grad():
             total += float(model(**encoded, labels=ids).loss) * (ids.shape[1] - 1)
@@ -232,7 +245,7 @@ def test_a_model_that_goes_on(tmp_path, tokenizer):
     told = json.loads((tmp_path / "tokenizer_config.json").read_text())
     told.update(pad_token=None, eos_token="[SEP]")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
-    loaded = load_tokenizer(str(tmp_path), goes_on=True)
+    loaded = load_tokenizer(str(tmp_path), causal=True)
     assert (loaded.pad_token, loaded.padding_side) == ("[SEP]", "right")
 
 
@@ -245,7 +258,7 @@ def test_a_head_that_is_not_in_the_checkpoint(tmp_path, tokenizer):
 def test_files_of_words(tmp_path: Path) -> None:
     path = tmp_path / "a.conll"
     path.write_text("-DOCSTART- -X- O\n\nthe DT O\ncat NN B-animal\n\n\na\tDT\tO\nnew film\tNN\tB-thing\n")
-    assert load_rows("conll", path=path) == [
+    assert load_examples("conll", path=path) == [
         Words(("the", "cat"), ("O", "B-animal")),
         Words(("a", "new film"), ("O", "B-thing")),
     ]
@@ -255,9 +268,9 @@ def test_files_of_questions(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     asked = {"question": "a cat?", "answers": [{"text": "dog", "answer_start": 4}]}
     path.write_text(json.dumps({"data": [{"paragraphs": [{"context": "the dog", "qas": [asked]}]}]}))
-    assert load_rows("squad-json", path=path) == [Question("a cat?", "the dog", (("dog", 4),))]
+    assert load_examples("squad-json", path=path) == [Question("a cat?", "the dog", (("dog", 4),))]
 
 
 def test_files_of_texts_alone(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a cat\n\nthe dog\n")
-    assert load_rows("text-lines", path=tmp_path / "a.txt") == [Plain("a cat"), Plain("the dog")]
+    assert load_examples("text-lines", path=tmp_path / "a.txt") == [Plain("a cat"), Plain("the dog")]

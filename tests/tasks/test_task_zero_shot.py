@@ -16,7 +16,7 @@ from tiny_vision import CLASSES, SIZE, tiny_images
 from quantizer.cli.main import main
 from quantizer.config.data_section import label_texts
 from quantizer.errors import TaskError
-from quantizer.tasks import Pair, build_task, load_model, load_processor, load_rows, read_checkpoint
+from quantizer.tasks import Pair, build_task, load_examples, load_model, load_processor, read_checkpoint
 
 NAME = "zero-shot-image-classification"
 TEXTS = {"red": "a cat is fast .", "green": "the film was good", "blue": "the plane"}
@@ -60,10 +60,12 @@ SIMILARITY = "sentence-similarity"
 def test_the_text_tower_gives_the_embeddings_of_texts(clip: str, tokenizer: Any) -> None:
     model = load_model(clip, SIMILARITY)
     task = build_task(SIMILARITY, model, load_processor(clip, SIMILARITY), max_length=16)
-    rows = [Pair("a cat is fast .", "the film was good", 1.0), Pair("the plane", "a good film .", 3.0)]
-    found = task.predict(lambda batch: model(**batch), rows)
+    examples = [Pair("a cat is fast .", "the film was good", 1.0), Pair("the plane", "a good film .", 3.0)]
+    found = task.predict(lambda batch: model(**batch), examples)
     whole: Any = transformers.CLIPModel.from_pretrained(clip).eval()
-    encoded = tokenizer([text for row in rows for text in (row.first, row.second)], padding=True, return_tensors="pt")
+    encoded = tokenizer(
+        [text for example in examples for text in (example.first, example.second)], padding=True, return_tensors="pt"
+    )
     accepted = {name: encoded[name] for name in ("input_ids", "attention_mask")}
     images = torch.randn(1, 3, SIZE, SIZE)
     with torch.no_grad():
@@ -75,7 +77,9 @@ def test_the_text_tower_gives_the_embeddings_of_texts(clip: str, tokenizer: Any)
 
 
 def test_text_towers_that_count_padding_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(TaskError, match="SiglipModel reads image, and task 'sentence-similarity' is for text"):
+    with pytest.raises(
+        TaskError, match="SiglipModel has image inputs, and task 'sentence-similarity' needs text inputs"
+    ):
         load_model(_siglip(tmp_path, tokenizer), SIMILARITY)
 
 
@@ -99,10 +103,10 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, tokenizer: Any, mak
 
 def test_labels_are_scored_by_their_names(clip: str, tmp_path: Path) -> None:
     task = build_task(NAME, load_model(clip, NAME, texts=TEXTS), load_processor(clip, NAME), batch_size=6)
-    rows = load_rows("image-folder", path=tiny_images(tmp_path, 6, seed=0))
-    targets = torch.tensor(task.targets(rows))
-    right = task.predict(lambda batch: {"logits": torch.nn.functional.one_hot(targets, 3).float()}, rows)
-    assert task.score(right, rows) == 1.0
+    examples = load_examples("image-folder", path=tiny_images(tmp_path, 6, seed=0))
+    targets = torch.tensor(task.targets(examples))
+    right = task.predict(lambda batch: {"logits": torch.nn.functional.one_hot(targets, 3).float()}, examples)
+    assert task.score(right, examples) == 1.0
     assert task.classes == CLASSES  # type: ignore[attr-defined]
 
 
@@ -111,14 +115,14 @@ def test_the_text_of_a_label() -> None:
 
 
 def test_labels_that_do_not_fit(clip: str, tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"chooses among labels, and none were given: .* model\.labels or --labels"):
+    with pytest.raises(TaskError, match=r"needs labels: .* model\.labels or --labels"):
         load_model(clip, NAME)
-    with pytest.raises(TaskError, match="task 'fill-mask' has the labels of its model, and cat, dog were given"):
+    with pytest.raises(TaskError, match="task 'fill-mask' uses the labels of its model: remove the labels cat, dog"):
         load_model(clip, "fill-mask", texts={"cat": "a cat", "dog": "a dog"})
 
 
 BAD = {
-    "none": ((), "chooses among labels, and none were given"),
+    "none": ((), "needs labels: set two or more"),
     "one": (("--labels", "cat"), "--labels cat: model.labels: got one label alone; expected two labels or more"),
     "twice": (("--labels", "cat", "cat"), "--labels cat cat: model.labels: got 'cat' twice"),
     "template": (("--labels", "cat", "dog", "--template", "a photo"), "got the template 'a photo'; expected"),
@@ -159,12 +163,12 @@ def test_clip_is_converted_end_to_end(clip: str, tmp_path: Path, monkeypatch: py
     words += ["--evaluation", f"image-folder:{folder}", "--backend", "onnxruntime", "--batch-size", "1", "2", "6"]
     assert main(["convert", "-m", clip, *words, "-o", str(tmp_path / "out")]) == 0
     record = json.loads((tmp_path / "out" / "onnxruntime" / "report.json").read_text())
-    assert [(one["which"], one["metric"], one["rows"]) for one in record["scores"]] == [
+    assert [(one["form"], one["metric"], one["samples"]) for one in record["scores"]] == [
         (which, "accuracy", 6) for which in ("float", "proxy", "engine")
     ]
     served = load_converted(tmp_path / "out" / "onnxruntime")
     assert served.config["labels"] == list(CLASSES)
-    paths = [row.path for row in load_rows("image-folder", path=folder)]
+    paths = [example.path for example in load_examples("image-folder", path=folder)]
     model = load_model(clip, NAME, texts=label_texts(CLASSES, "a {}"))
     task = build_task(NAME, model, load_processor(clip, NAME))
     with torch.no_grad():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quantizer.tasks import load_rows, read_image, read_texts
+from quantizer.tasks import load_examples, read_image, read_texts
 from torture import mutations
 from torture.kinds import Kind, kind
 
@@ -34,12 +34,12 @@ def _make(folder: Path) -> None:
     (folder / "images.csv").write_text("path,label\nimage.png,0\nimage.jpg,1\n")
 
 
-def _rows(name: str, file: str, folder: Path) -> None:
-    for row in load_rows(name, path=folder / file):
-        for text in vars(row).values():
+def _examples(name: str, file: str, folder: Path) -> None:
+    for example in load_examples(name, path=folder / file):
+        for text in vars(example).values():
             str(text).encode()
-        if hasattr(row, "label") and isinstance(row.label, int):
-            np.array([row.label], dtype=np.int64)
+        if hasattr(example, "label") and isinstance(example.label, int):
+            np.array([example.label], dtype=np.int64)
 
 
 def _plain(file: str, folder: Path) -> None:
@@ -55,10 +55,10 @@ def _image(folder: Path) -> None:
 _TABLE = (mutations.raw, mutations.text, mutations.cells, mutations.cells)
 
 for _name, _file, _read in (
-    ("text-csv", "texts.csv", partial(_rows, "text-csv", "texts.csv")),
-    ("stsb-csv", "pairs.csv", partial(_rows, "stsb-csv", "pairs.csv")),
-    ("sst2-text", "labelled.txt", partial(_rows, "sst2-text", "labelled.txt")),
-    ("image-csv", "images.csv", partial(_rows, "image-csv", "images.csv")),
+    ("text-csv", "texts.csv", partial(_examples, "text-csv", "texts.csv")),
+    ("stsb-csv", "pairs.csv", partial(_examples, "stsb-csv", "pairs.csv")),
+    ("sst2-text", "labelled.txt", partial(_examples, "sst2-text", "labelled.txt")),
+    ("image-csv", "images.csv", partial(_examples, "image-csv", "images.csv")),
     ("txt", "plain.txt", partial(_plain, "plain.txt")),
     ("jsonl", "plain.jsonl", partial(_plain, "plain.jsonl")),
 ):

@@ -37,7 +37,7 @@ def _fetch(folder: Path) -> None:
     try:
         fetch_sdist("no-such-package==1.0", "no-such-package-1.0.tar.gz", "0" * 64, folder / "cache")
     except TaskError as error:
-        if "pip could not fetch" not in str(error):
+        if "pip could not download" not in str(error):
             raise
 
 

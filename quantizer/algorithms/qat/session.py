@@ -148,16 +148,16 @@ def has_gradient(parameters: Iterable[Tensor]) -> bool:
     return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters)
 
 
-Row = TypeVar("Row")
+Example = TypeVar("Example")
 
 
-def own_rows(rows: Sequence[Row]) -> tuple[Sequence[Row], float]:
-    """Return this process's rows of a batch, and their share of it; of fewer samples than processes each has all."""
+def own_examples(examples: Sequence[Example]) -> tuple[Sequence[Example], float]:
+    """Return this process's part of a batch, and its share of it; with fewer samples than processes each gets all."""
     size = get_world_size()
-    if len(rows) < size:
-        return rows, 1 / size
-    mine = rows[get_rank() :: size]
-    return mine, len(mine) / len(rows)
+    if len(examples) < size:
+        return examples, 1 / size
+    mine = examples[get_rank() :: size]
+    return mine, len(mine) / len(examples)
 
 
 def sum_gradients(parameters: Sequence[Tensor], share: float) -> None:

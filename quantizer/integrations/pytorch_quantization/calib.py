@@ -15,24 +15,24 @@ class HistogramCalibrator:
     """One range for a tensor, from a streaming histogram of |x|."""
 
     def __init__(self) -> None:
-        self._seen = PercentileCalibrator()
+        self._histogram = PercentileCalibrator()
 
     def collect(self, x: Tensor) -> None:
         """Add the values of x [*] to the histogram."""
-        self._seen.observe(x)
+        self._histogram.observe(x)
 
     def compute_amax(self, method: str = "percentile", *, percentile: float = 99.99) -> Tensor | None:
-        """Return the range []; None if no value was collected."""
+        """Return the range []; None without collected values."""
         if method not in _METHODS:
             raise CalibrationError(f"load_calib_amax({method!r}): expected one of {', '.join(_METHODS)}")
-        if not self._seen.count:
+        if not self._histogram.count:
             return None
         options = {"percentile": percentile} if method == "percentile" else {}
-        return torch.tensor(self._seen.seen_as(method, **options).amax(), dtype=torch.float32)
+        return torch.tensor(self._histogram.seen_as(method, **options).amax(), dtype=torch.float32)
 
 
 class MaxCalibrator:
-    """The largest magnitude collected: of the tensor, or of each entry along an axis."""
+    """The largest magnitude of a tensor, or of each entry along an axis."""
 
     def __init__(self, axis: int | None) -> None:
         self._axis = axis
@@ -48,7 +48,7 @@ class MaxCalibrator:
         self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
 
     def compute_amax(self) -> Tensor | None:
-        """Return the range [] or [C]; None if no value was collected."""
+        """Return the range [] or [C]; None without collected values."""
         return self._amax
 
 

@@ -1,4 +1,4 @@
-"""``TensorQuantizer``, and the places where the toolkit's users set default descriptors."""
+"""``TensorQuantizer``, and the classes that hold the default descriptors of each kind of layer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from quantizer.proxy.operand_quantizer import OperandQuantizer
 
 
 class TensorQuantizer(OperandQuantizer):
-    """The quantizer of one operand, switched by hand: it calibrates, rounds, both or neither.
+    """The quantizer of one operand, switched manually: it collects statistics, quantizes, both or neither.
 
-    Without a loaded range it rounds with the range of its current input, as the toolkit's does.
+    Without a loaded range, it uses the range of its current input, as in the toolkit.
     """
 
     def __init__(self, quant_desc: QuantDescriptor | None = None) -> None:
@@ -35,7 +35,7 @@ class TensorQuantizer(OperandQuantizer):
             self._set_amax(torch.tensor(descriptor.amax, dtype=torch.float32))
 
     def enable_calib(self) -> None:
-        """Start to collect the values of inputs."""
+        """Collect the values of inputs from now on."""
         self._collecting = self._collected = True
 
     def disable_calib(self) -> None:
@@ -43,35 +43,37 @@ class TensorQuantizer(OperandQuantizer):
         self._collecting = False
 
     def enable_quant(self) -> None:
-        """Round inputs."""
+        """Fake-quantize inputs."""
         self.enabled = True
 
     def disable_quant(self) -> None:
-        """Return inputs unrounded."""
+        """Return inputs unchanged."""
         self.enabled = False
 
     def enable(self) -> None:
-        """Round inputs, and stop collecting."""
+        """Fake-quantize inputs, and stop collecting."""
         self.enabled, self._collecting = True, False
 
     def disable(self) -> None:
-        """Stop rounding and collecting."""
+        """Stop quantizing and collecting."""
         self.enabled = self._collecting = False
 
     def load_calib_amax(self, *args: Any, strict: bool = True, **keywords: Any) -> None:
         """Set the range from the collected values; arguments as for the calibrator's ``compute_amax``.
 
-        A quantizer that had no input while it collected (a branch not taken) stays without a range.
+        A quantizer without any input while it collected, such as in an unused branch, stays without a range.
         """
         amax = self._calibrator.compute_amax(*args, **keywords)
         if amax is not None:
             self._set_amax(amax)
         elif strict and not self._collected:
-            raise CalibrationError("load_calib_amax(): nothing was collected: enable_calib() and run data first")
+            raise CalibrationError(
+                "load_calib_amax(): no values were collected: call enable_calib() and run data first"
+            )
 
     @property
     def amax(self) -> Tensor | None:
-        """The loaded range [] or [C]; None if none was loaded."""
+        """The loaded range [] or [C]; None before one is loaded."""
         return None if self.scale is None else self.scale * INT8.qmax
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,24 +98,24 @@ def _scale(amax: Tensor) -> Tensor:
 
 
 class _Defaults:
-    """The default descriptors of a kind of layer, under the name of the toolkit's hand-written layer."""
+    """The default descriptors of a kind of layer, under the class name of the toolkit."""
 
     default_quant_desc_input: ClassVar[QuantDescriptor] = QuantDescriptor()
     default_quant_desc_weight: ClassVar[QuantDescriptor] = QuantDescriptor(axis=(0,))
 
     @classmethod
     def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
-        """Set the descriptor of the inputs of models that are built from now on."""
+        """Set the descriptor of the inputs of models built from now on."""
         cls.default_quant_desc_input = value
 
     @classmethod
     def set_default_quant_desc_weight(cls, value: QuantDescriptor) -> None:
-        """Set the descriptor of the weights of models that are built from now on."""
+        """Set the descriptor of the weights of models built from now on."""
         cls.default_quant_desc_weight = value
 
 
 class QuantLinear(_Defaults):
-    """Defaults of linear layers, and of products of two activations."""
+    """Defaults of linear layers, and of matrix multiplications of two activations."""
 
 
 class QuantConv1d(_Defaults):

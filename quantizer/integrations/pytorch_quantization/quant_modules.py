@@ -1,4 +1,4 @@
-"""``initialize()`` and ``deactivate()``: models that this thread builds in between have ``TensorQuantizer``s."""
+"""``initialize()`` and ``deactivate()``: modules built by this thread in between get ``TensorQuantizer``s."""
 
 from __future__ import annotations
 
@@ -37,30 +37,31 @@ _OPEN: list[patched] = []
 
 
 def initialize(*sources: Source) -> None:
-    """Quantize the modules that this thread builds from now on, until ``deactivate``."""
+    """Add ``TensorQuantizer``s to the modules that this thread builds, until ``deactivate``."""
     if _OPEN:
-        raise ProxyError("quant_modules.initialize() is active already; call deactivate() first")
+        raise ProxyError("quant_modules.initialize() is already active; call deactivate() first")
     block = patched(*sources, built=quantize_model, everything=True)
     block.__enter__()
     _OPEN.append(block)
 
 
 def deactivate() -> None:
-    """Restore all that was patched; models that are built from now on are not quantized."""
+    """Stop quantizing new modules, and restore all patched constructors."""
     while _OPEN:
         _OPEN.pop().__exit__(None, None, None)
 
 
 def quantize_model(model: nn.Module) -> None:
-    """Add ``TensorQuantizer``s to all products in the source of ``model`` itself; they round at once.
+    """Add enabled ``TensorQuantizer``s to the matrix multiplications and convolutions in the source of ``model``
+    itself.
 
-    Submodules that were built before keep their own.
+    Submodules built before keep their own quantizers.
     """
     if type(model).__module__.startswith("torch.") and next(model.parameters(), None) is None:
-        return  # an activation, a loss, an empty container: it may become part of a float model
+        return  # an activation, a loss or an empty container may become part of a float model
     if isinstance(model, LazyModuleMixin):
         logger.warning(
-            "initialize(): a %s is not quantized: it becomes another class at its first call; build it with its sizes",
+            "initialize(): a %s is not quantized: it changes its class at its first call; build it with explicit sizes",
             type(model).__name__,
         )
         return
@@ -78,7 +79,7 @@ def quantize_model(model: nn.Module) -> None:
                 defaults.default_quant_desc_weight if weight else defaults.default_quant_desc_input
             )
             if not quantized:
-                # Loops over module names expect to switch this quantizer too; the site is not quantized all the same.
+                # Loops over module names expect this quantizer, although the site is never quantized.
                 quantizer.disable()
             site.add_module(name, quantizer)
         site.active = quantized

@@ -12,7 +12,7 @@ _METHODS = ("max", "histogram")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantDescriptor:
-    """The rounding and calibration of a ``TensorQuantizer``."""
+    """The number format and calibration of a ``TensorQuantizer``."""
 
     num_bits: int = 8
     axis: int | tuple[int, ...] | None = None

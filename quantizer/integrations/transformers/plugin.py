@@ -1,14 +1,12 @@
 """The plug-in for ``transformers``: ``from_pretrained(path, quantization_config=QuantizerConfig(...))``.
 
-Importing this module registers the plug-in. A float checkpoint is loaded as the float model, for calibration by the
-``Quantizer`` that ``quantizer_of`` returns. ``save_pretrained`` saves the result of its ``quantize(model)``, weights as
-integers, and ``from_pretrained`` of that folder, without a config, returns the same quantized model, bit for bit.
+Importing this module registers it. A float checkpoint is loaded in float, for calibration by the ``Quantizer`` that
+``quantizer_of`` returns. ``save_pretrained`` writes the result of ``quantize(model)`` with integer weights, and
+``from_pretrained`` of that folder returns the same quantized model, bit for bit.
 
-The folder of a quantized ``transformers`` model: its format, and the checks on loading.
-
-``config.json`` has a ``quantization_config``. ``model.safetensors`` has the tensors of the frozen proxy under their own
-names, and one more, ``quantizer_state`` uint8: plan, ranges and config, see ``plan/saved_folder.py``. The plan thus
-stays with its weights when their file is split, renamed or sent elsewhere.
+In a quantized folder, ``config.json`` has a ``quantization_config``. ``model.safetensors`` has the tensors of the
+frozen proxy, and ``quantizer_state`` (uint8) with plan, ranges and config; see ``plan/saved_folder.py``. The plan thus
+stays with the weights when their file is split, renamed or copied.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ class SavedConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **keywords: Any) -> Any:
-        """Return the config whose ``to_dict()`` this is."""
+        """Return the config from the values of ``to_dict()``."""
         fields = dict(config_dict)
         fields.pop("quant_method", None)
         quantized = fields.pop("quantized", False)
@@ -81,20 +79,20 @@ SavedConfig.__name__ = QuantizerConfig.__name__
 
 
 def read_state(files: Sequence[Path]) -> tuple[Path, bytes | None]:
-    """Return the file that has the state, and the state; if none of the files has it, their folder and None."""
-    found: tuple[Path, bytes | None] = files[0].parent if files else Path("what from_pretrained() was given"), None
+    """Return the file that contains the state, and the state; without one, the folder of the files and None."""
+    state: tuple[Path, bytes | None] = files[0].parent if files else Path("the folder of from_pretrained()"), None
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 if STATE in tensors.keys():  # noqa: SIM118 - it is no mapping
-                    found = file, tensors.get_tensor(STATE).numpy().tobytes()
+                    state = file, tensors.get_tensor(STATE).numpy().tobytes()
         except (OSError, SafetensorError) as error:
             raise QuantizerError(f"{file} cannot be read: {error}; copy it again, or save the model again") from error
-    return found
+    return state
 
 
 def require_sites(model: PreTrainedModel, plan: Plan, place: Path) -> None:
-    """Raise if a model is not of the class that was saved, or of another version of its code."""
+    """Raise unless a model has the sites of a saved plan; its class or code may differ."""
     different = sorted(set(plan) ^ {site.path for site in sites_of(model)})
     if different:
         saved = (model.config.architectures or ["model"])[0]
@@ -106,9 +104,9 @@ def require_sites(model: PreTrainedModel, plan: Plan, place: Path) -> None:
 
 
 def require_loaded(modules: Iterable[nn.Module], place: Path) -> None:
-    """Raise if tensors of modules were in no file: transformers leaves them uninitialized."""
+    """Raise if tensors of modules were missing in all files; transformers leaves them uninitialized."""
     # parameters() would also list dequantized weights, which are in no file: their sites have the stored tensors.
-    named = (found for module in modules for found in chain(module.named_parameters(), module.named_buffers()))
+    named = (entry for module in modules for entry in chain(module.named_parameters(), module.named_buffers()))
     tensors = {tensor for _, tensor in named}
     missing = sum(not getattr(tensor, "_is_hf_initialized", False) for tensor in tensors)
     if missing:
@@ -120,14 +118,14 @@ def require_loaded(modules: Iterable[nn.Module], place: Path) -> None:
 
 logger = logging.getLogger(__name__)
 
-_WAY = "save what quantize(model) of its Quantizer gives"
+_HOW_TO_SAVE = "save the result of quantize(model) of its Quantizer"
 
 
 class TransformersQuantizer(HfQuantizer):
     """The hooks of ``from_pretrained`` and ``save_pretrained``; the attribute ``hf_quantizer`` of loaded models.
 
     Attributes:
-        quantizer: the ``Quantizer`` of the model; if the model was loaded quantized, with its plan.
+        quantizer: the ``Quantizer`` of the model, with a plan if the model was loaded quantized.
         frozen: True if the folder has a quantized model.
     """
 
@@ -138,12 +136,12 @@ class TransformersQuantizer(HfQuantizer):
         self._settings = quantization_config.settings
         self.quantizer = Quantizer(self._settings)
         self.frozen = self.pre_quantized and quantization_config.quantized
-        # State while a model is loaded: its file, its dropped parameters, the shapes of weights of less than a byte.
+        # State during loading: the file, the dropped parameters, the shapes of weights with elements below a byte.
         self._place, self._dropped = Path(), list[str]()
         self._shapes: dict[OperandQuantizer, torch.Size] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersQuantizer:
-        # A proxy is a copy of the model, and must share the model's Quantizer, which has the plan.
+        # A proxy copies the model, and must share its Quantizer.
         return self
 
     def __reduce__(self) -> Any:
@@ -161,19 +159,20 @@ class TransformersQuantizer(HfQuantizer):
         if not self.frozen:
             if data is not None:
                 raise QuantizerError(
-                    f"{place} holds a quantized model, and the config.json beside it does not say so; restore the "
-                    "quantization_config that save_pretrained() wrote there"
+                    f"{place} holds a quantized model, but the config.json beside it has no quantization_config; "
+                    f"restore "
+                    "the one that save_pretrained() wrote"
                 )
             return
         if data is None:
             raise QuantizerError(
-                f"{place}: its config.json says that it holds a quantized model, and no .safetensors file there has "
-                f"the tensor {STATE!r}; load a folder that save_pretrained() wrote for a quantized model, or remove "
-                "quantization_config from config.json to load a float one"
+                f"{place}: its config.json is that of a quantized model, but no .safetensors file there has the "
+                f"tensor {STATE!r}; load a complete folder of save_pretrained(), or remove quantization_config from "
+                "config.json to load a float model"
             )
-        # from_pretrained has set the meta device here, on which new tensors would be made.
+        # from_pretrained sets the meta device, on which new tensors would have no values.
         with torch.device("cpu"):
-            dropped = self._take(data, place)
+            dropped = self._restore_state(data, place)
             instrument(model)
             use_eager_attention(model)
             add_planned_outputs(model, self.quantizer.plan)
@@ -184,7 +183,7 @@ class TransformersQuantizer(HfQuantizer):
             self._shapes[quantizer] = stored.shape
             quantizer.stored = stored.new_empty(packed_size(stored.numel()), dtype=torch.uint8)
         for owner in _owners(model, dropped):
-            # Otherwise transformers would initialize the weights that it expects there.
+            # Otherwise transformers would initialize the dropped weights.
             vars(owner)["_is_hf_initialized"] = True
         self._place, self._dropped = place, dropped
         known = model._keys_to_ignore_on_load_unexpected
@@ -193,9 +192,9 @@ class TransformersQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = type(known)([*known, rf"{STATE}$"])
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **keywords: Any) -> None:
-        # transformers takes any model with a quantization_config for quantized, and would refuse to train or cast it.
+        # transformers would treat any model with a quantization_config as quantized, and refuse to train or cast it.
         vars(model)["is_quantized"] = self.frozen
-        # push_to_hub() writes them into the model card: whoever finds the model learns what loads it.
+        # push_to_hub() writes these tags into the model card.
         model.add_model_tags([METHOD, self._settings.dtype])
         if not self.frozen:
             return
@@ -205,16 +204,16 @@ class TransformersQuantizer(HfQuantizer):
             quantizer.stored = unpack_pairs(quantizer.stored, shape)
         self._shapes.clear()
 
-    def _take(self, data: bytes, place: Path) -> list[str]:
+    def _restore_state(self, data: bytes, place: Path) -> list[str]:
         """Restore the saved state of the Quantizer, and return the names of the dropped parameters."""
         plan, products, document = state_of_bytes(data, place)
         missing = {"config", "fallback", "dropped"} - set(document)
         if missing:
-            raise QuantizerError(f"{place} is damaged: {', '.join(sorted(missing))} is missing in its {STATE}")
+            raise QuantizerError(f"{place} is damaged: {', '.join(sorted(missing))} missing in its {STATE}")
         if quantizer_config(document["config"]) != self.quantizer.config:
             raise QuantizerError(
-                f"{place.parent / 'config.json'}: its quantization_config is not the one that {place.name} was "
-                "quantized with; restore it, or load the float model and calibrate again"
+                f"{place.parent / 'config.json'}: its quantization_config differs from that of "
+                f"{place.name}; restore it, or load the float model and calibrate again"
             )
         self.quantizer._session.load(plan, products, document)
         dropped: list[str] = document["dropped"]
@@ -223,7 +222,7 @@ class TransformersQuantizer(HfQuantizer):
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Return the state dict and metadata that ``save_pretrained`` writes; None: the model's own state dict."""
+        """Return the state dict and metadata for ``save_pretrained``; None: use the model's own state dict."""
         session = self.quantizer._session
         quantized = is_proxy(model) and not (session.trainable is not None and model is session.trainable.proxy)
         state: dict[str, Tensor] | None = None
@@ -231,38 +230,40 @@ class TransformersQuantizer(HfQuantizer):
             plan = self.quantizer.plan
             if is_simulation(model) or not is_frozen_by(model, plan):
                 raise ProxyError(
-                    "save_pretrained() takes what quantize(model) gave, and this proxy is another, or the Quantizer's "
-                    f"decisions changed since; {_WAY} now"
+                    "save_pretrained() needs the latest result of quantize(model), but this is another proxy, or the "
+                    f"plan changed since; {_HOW_TO_SAVE}"
                 )
             data = bytearray(_state(session.refitted(), self.quantizer, dropped_parameters(model, plan)))
             packed = {name: pack_pairs(stored) for name, _, stored in _packed(model)}
             state = {**model.state_dict(), **packed, STATE: torch.frombuffer(data, dtype=torch.uint8)}
         elif session.has_plan and not is_proxy(model):
-            logger.warning("this model is saved in float, without its calibration; %s to have it quantized", _WAY)
+            logger.warning(
+                "this model is saved in float, without its calibration; %s for a quantized one", _HOW_TO_SAVE
+            )
         model.config.quantization_config = SavedConfig(self._settings, quantized=quantized)
         return state, {}
 
     # -- properties that transformers reads ------------------------------------------------------------------------
 
     def is_serializable(self) -> bool:
-        """Return True: models can be saved in float, in training and quantized."""
+        """Return True: models can be saved in float, during training and quantized."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """True for a float model; a quantized one has no weights to train."""
+        """True for a float model; a quantized one has no trainable weights."""
         return not self.frozen
 
 
 def quantizer_of(model: PreTrainedModel) -> Quantizer:
-    """Return the ``Quantizer`` of a model loaded with a ``QuantizerConfig`` or from a folder that holds one."""
-    found = getattr(getattr(model, "hf_quantizer", None), "quantizer", None)
-    if not isinstance(found, Quantizer):
+    """Return the ``Quantizer`` of a model loaded with a ``QuantizerConfig`` or from a folder with one."""
+    quantizer = getattr(getattr(model, "hf_quantizer", None), "quantizer", None)
+    if not isinstance(quantizer, Quantizer):
         raise ProxyError(
             f"this {type(model).__name__} has no Quantizer: load it with from_pretrained(path, quantization_config="
-            "QuantizerConfig(...)), or use Quantizer(...) on it as it is"
+            "QuantizerConfig(...)), or create a Quantizer for it"
         )
-    return found
+    return quantizer
 
 
 def _state(decided: Plan, quantizer: Quantizer, dropped: list[str]) -> bytes:
@@ -271,24 +272,24 @@ def _state(decided: Plan, quantizer: Quantizer, dropped: list[str]) -> bytes:
 
 
 def _packed(model: PreTrainedModel) -> Iterator[tuple[str, OperandQuantizer, Tensor]]:
-    """Yield tensor name, quantizer and stored weight of each weight whose elements are smaller than a byte."""
+    """Yield tensor name, quantizer and stored weight of each weight with elements smaller than a byte."""
     for path, module in model.named_modules():
         if isinstance(module, OperandQuantizer) and module.stored is not None and qtype(module.dtype).is_packed:
             yield f"{path}.stored", module, module.stored
 
 
 def _owners(model: PreTrainedModel, parameters: Sequence[str]) -> list[nn.Module]:
-    """Return the modules that have, or had, these parameters."""
+    """Return the modules that own, or owned, these parameters."""
     return [model.get_submodule(path.rpartition(".")[0]) for path in parameters]
 
 
 def _restored(settings: QuantizerConfig, frozen: bool, state: bytes | None) -> TransformersQuantizer:
-    found = TransformersQuantizer(SavedConfig(settings, quantized=frozen), pre_quantized=frozen)
+    restored = TransformersQuantizer(SavedConfig(settings, quantized=frozen), pre_quantized=frozen)
     if state is not None:
-        found._take(state, Path("the pickled model"))
-    return found
+        restored._restore_state(state, Path("the pickled model"))
+    return restored
 
 
-# The register functions of transformers raise on a second call, such as when this module is loaded again.
+# The register functions of transformers raise on a second call, such as after a reload of this module.
 AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = SavedConfig
 AUTO_QUANTIZER_MAPPING[METHOD] = TransformersQuantizer

@@ -1,7 +1,7 @@
-"""The frame, legend and axes of a picture in SVG, and histograms on them.
+"""The frame, legend and axes of SVG charts, and histograms.
 
-The package writes its own SVG instead of using a plotting library: widths are in percent and text is in pixels, so that
-pictures are readable from a phone to a wide notebook, and text has the colour of the page.
+Widths are in percent and text is in pixels, so that charts are readable from a phone to a wide notebook. Text has the
+colour of the page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def svg_text(x: float | str, y: float, content: str, css: str, anchor: str = "st
 
 
 def svg_legend(entries: Sequence[tuple[str, str]], top: float = 0) -> tuple[list[str], float]:
-    """Return a legend with two entries in a row."""
+    """Return a legend with two entries per row, and its bottom."""
     parts = []
     for index, (sign, meaning) in enumerate(entries):
         x, y = 50 * (index % 2), top + _LEGEND_ROW * (index // 2)
@@ -42,7 +42,7 @@ def svg_legend(entries: Sequence[tuple[str, str]], top: float = 0) -> tuple[list
 
 
 def svg_note(sentence: str) -> str:
-    """Return a picture that shows only a sentence, for when there is nothing to draw."""
+    """Return a chart with a sentence only, if there is nothing to draw."""
     return svg_picture(sentence, 24, [svg_text(0, 16, sentence, "qz-name")])
 
 
@@ -64,7 +64,7 @@ def svg_picture(label: str, height: float, parts: Sequence[str]) -> str:
 
 
 def svg_title(title: str, *parts: str) -> str:
-    """Return parts of a picture that belong together, with the text that a pointer on them shows."""
+    """Return parts of a chart with a common tooltip."""
     return f"<g><title>{html.escape(title)}</title>{''.join(parts)}</g>"
 
 
@@ -74,74 +74,74 @@ def svg_dot(x: str, y: float, radius: float, look: str) -> str:
 
 
 def dot_sign(look: str, radius: float = 4.5) -> str:
-    """Return a dot of a legend."""
+    """Return the dot of a legend."""
     return svg_dot("7", 9, radius, look)
 
 
 def line_sign(look: str) -> str:
-    """Return a line of a legend."""
+    """Return the line of a legend."""
     return f'<line x1="0" x2="15" y1="9" y2="9" {look}/>'
 
 
 def line_look(colour: str, dashes: str = "") -> str:
-    """Return the look of a line, perhaps with dashes."""
+    """Return the look of a line, optionally dashed."""
     return f'stroke="{colour}" stroke-width="2"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
 
 
 def quiet_look(opacity: float) -> str:
-    """Return the look of a line of the grid."""
+    """Return the look of a grid line."""
     return f'stroke="currentColor" stroke-opacity="{opacity:g}"'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """The axes of a plot: values across in percent of its width, values up in pixels of its height."""
+    """The axes of a plot: horizontal values in percent of the width, vertical values in pixels."""
 
     across: tuple[float, float]
-    """The values at the left and at the right; all are in the middle if both are the same."""
+    """Values at the left and at the right; if equal, all values are in the middle."""
     up: tuple[float, float]
-    """The values at the bottom and at the top, likewise, as ``scale`` gives them."""
+    """Values at the bottom and at the top, after ``scale``."""
     ends: tuple[float, float]
-    """Where the values at the left and at the right are, in percent."""
+    """Positions of the values at the left and at the right, in percent."""
     height: int
     """Height in pixels."""
     margin: int
-    """Pixels above the value at the top, and below that at the bottom."""
+    """Pixels above the top value and below the bottom value."""
     left: float = 17
-    """Where the lines of the grid begin, in percent."""
+    """Start of the grid lines, in percent."""
     gap: int = 10
-    """Pixels between the legend and the plot, where the name of the values up stands."""
+    """Pixels between the legend and the plot, for the name of the vertical axis."""
     name_at: int = 20
-    """Pixels from the plot to the name of the values across."""
+    """Pixels from the plot to the name of the horizontal axis."""
     below: int = 28
-    """Pixels from the plot to the end of the picture."""
+    """Pixels from the plot to the bottom of the chart."""
     scale: Callable[[float], float] = float
-    """A function that values up are drawn by."""
+    """Function applied to vertical values."""
 
     def x(self, value: float) -> str:
-        """Return where a value across is."""
+        """Return the position of a horizontal value in percent."""
         low, high = self.across
         share = (value - low) / (high - low) if high != low else 0.5
         return f"{self.ends[0] + (self.ends[1] - self.ends[0]) * share:.2f}%"
 
     def y(self, value: float) -> float:
-        """Return where a value up is, in pixels from the top."""
+        """Return the position of a vertical value in pixels from the top."""
         low, high = self.up
         share = (self.scale(value) - low) / (high - low) if high != low else 0.5
         return round(self.margin + (self.height - 2 * self.margin) * (1 - share), 1)
 
     def level(self, value: float, shown: str, look: str) -> str:
-        """Return a line across at a value up, with its text; without one if that is empty."""
+        """Return a horizontal line at a value, with its label unless empty."""
         y = self.y(value)
         line = f'<line x1="{self.left}%" x2="100%" y1="{y}" y2="{y}" {look}/>'
         return line + (svg_text(f"{self.left - 1.5}%", y + 4, shown, "qz-value", "end") if shown else "")
 
     def tick(self, value: float, shown: str, anchor: str = "middle", lower: int = 4) -> str:
-        """Return the text of a value across."""
+        """Return the label of a horizontal value."""
         return svg_text(self.x(value), self.height + lower, shown, "qz-value", anchor)
 
     def path(self, points: Sequence[tuple[float, float]], more: str = "") -> list[str]:
-        """Return lines from point to point."""
+        """Return lines between points."""
         places = [(self.x(value), self.y(other)) for value, other in points]
         return [
             f'<line x1="{x}" y1="{y}" x2="{to}" y2="{end}" {line_look(BLUE)}{more}/>'
@@ -157,7 +157,7 @@ class Axes:
         middle: str = "55%",
         more: int = 0,
     ) -> str:
-        """Return the picture, with the names of both axes; ``more`` pixels of the plot are for its own labels."""
+        """Return the chart with the names of both axes; ``more`` pixels are added below the plot for labels."""
         signs, top = svg_legend(list(legend))
         end = top + self.gap + self.height
         return svg_picture(
@@ -180,18 +180,18 @@ _ROW = 25
 
 
 _FURTHER_DB = 3.0
-"""From so much on another range is so much better for the values alone that the page says why it was not taken."""
+"""The page explains a choice if another range has an SQNR that is higher by this many dB."""
 
 
-_BY_OUTPUT = ": the range was chosen for the output of the whole model, which came out better with it"
-_BY_CONFIGURATION = ": the configuration asked for this range; preset: balanced chooses by the output of the model"
+_BY_OUTPUT = ": the chosen range gave a better output of the whole model"
+_BY_CONFIGURATION = ": the configuration sets this range; preset: balanced chooses ranges by the output of the model"
 
 
 def histogram_figure(histogram: Histogram, by_output: bool | None = None) -> str:
-    """Return a ``<figure>`` with the operand's name, the histogram and its candidates, on one axis of magnitudes."""
+    """Return a ``<figure>`` with the operand's name, the histogram and its candidate ranges."""
     facts = (
         f"{sum(histogram.counts):,} values from {significant(histogram.minimum)} to {significant(histogram.maximum)}, "
-        f"judged in {histogram.dtype}; log counts of magnitudes"
+        f"format {histogram.dtype}; logarithmic counts of magnitudes"
     )
     return (
         f'<figure style="margin:0 0 16px"><figcaption><code>{html.escape(histogram.name)}</code>'
@@ -201,19 +201,19 @@ def histogram_figure(histogram: Histogram, by_output: bool | None = None) -> str
 
 
 def _beside(histogram: Histogram, by_output: bool | None) -> str:
-    """Return a sentence if another range is much better for these values than the one that was chosen."""
+    """Return a sentence if another range has a much higher SQNR for these values; empty otherwise."""
     chosen = next((entry for entry in histogram.candidates if entry.chosen), None)
     best = max(histogram.candidates, key=lambda entry: entry.sqnr_db, default=None)
     if chosen is None or best is None or best.sqnr_db < chosen.sqnr_db + _FURTHER_DB:
         return ""
-    said = f"{best.name} keeps {decibels(best.sqnr_db - chosen.sqnr_db)} dB more of these values alone"
+    sentence = f"{best.name} has an SQNR of these values that is {decibels(best.sqnr_db - chosen.sqnr_db)} dB higher"
     if by_output is not None:
-        said += _BY_OUTPUT if by_output else _BY_CONFIGURATION
-    return f'<p style="font-size:12.5px;margin:6px 0 0">{html.escape(said)}.</p>'
+        sentence += _BY_OUTPUT if by_output else _BY_CONFIGURATION
+    return f'<p style="font-size:12.5px;margin:6px 0 0">{html.escape(sentence)}.</p>'
 
 
 def histogram_svg(histogram: Histogram) -> str:
-    """Return an ``<svg>`` element as wide as its container."""
+    """Return the histogram and its candidate ranges as an ``<svg>`` element."""
     end = histogram.width * len(histogram.counts)
     cut = next((entry.amax for entry in histogram.candidates if entry.chosen), end)
     lines = [_line(entry, end) for entry in histogram.candidates]
@@ -233,7 +233,7 @@ def _bars(histogram: Histogram, cut: float) -> str:
         height = _HEIGHT * math.log1p(count) / largest
         bar = f"M{place} {_HEIGHT}v{-height:.1f}h1v{height:.1f}z"
         if count:
-            # The first bin holds zeros, which no range clips.
+            # No range clips zeros, which are in the first bin.
             (clipped if place and place * histogram.width >= cut else kept).append(bar)
     return (
         f'<svg width="100%" height="{_HEIGHT}" viewBox="0 0 {len(histogram.counts)} {_HEIGHT}" '
@@ -256,7 +256,7 @@ def _axis(end: float) -> Iterator[str]:
 
 def _row(entry: RangeCandidate, top: float, end: float) -> Iterator[str]:
     name = f"{entry.name}, chosen" if entry.chosen else entry.name
-    costs = f"amax {significant(entry.amax)}, clips {percent(entry.clipped)}, {decibels(entry.sqnr_db)} dB"
+    costs = f"amax {significant(entry.amax)}, clips {percent(entry.clipped)}, SQNR {decibels(entry.sqnr_db)} dB"
     weight, fade = (' font-weight="650"', "") if entry.chosen else ("", ' fill-opacity="0.5"')
     width = f"{100 * entry.amax / end:.2f}%"
     yield f"<g{weight}>" + svg_text(0, top + 11, name, "qz-name") + svg_text("100%", top + 11, costs, "qz-value", "end")

@@ -1,4 +1,4 @@
-"""Points and lines on axes: scores of a search, of runs and of engines, plans between fast and accurate, a training."""
+"""Scatter plots and curves: scores of a search, runs, engines, plans between fast and accurate, and training."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _LABEL = 15
 
 
 def pareto_svg(fallback: FallbackRecord) -> str:
-    """Return all scores of a search, the Pareto front as a line, the budget, and the chosen fallback.
+    """Return all scores of a search with the Pareto front, the budget, and the chosen fallback.
 
-    Drops may be negative, and span decades around a small budget. Their axis is therefore asinh(drop / budget), which
-    is about linear up to the budget and about logarithmic beyond.
+    Drops may be negative, and span decades around a small budget. Their axis is therefore asinh(drop / budget): about
+    linear up to the budget, and logarithmic beyond.
     """
     points = [point for point in fallback.evaluations if math.isfinite(point.drop) and math.isfinite(point.cost)]
     if not points:
-        return svg_note("No search was made.")
+        return svg_note("There was no search.")
     budget = fallback.max_drop if fallback.max_drop is not None else 0.0
     unit = budget if budget > 0 else min((abs(point.drop) for point in points if point.drop), default=1.0)
     heights = [math.asinh(drop / unit) for drop in (0.0, budget, *(point.drop for point in points))]
@@ -54,7 +54,7 @@ def pareto_svg(fallback: FallbackRecord) -> str:
         margin=14,
         scale=lambda drop: math.asinh(drop / unit),
     )
-    legend = [(dot_sign(FILLED), "on the front"), (dot_sign(HOLLOW), "another evaluation")]
+    legend = [(dot_sign(FILLED), "Pareto-optimal"), (dot_sign(HOLLOW), "other evaluation")]
     if fallback.max_drop is not None:
         legend.append((line_sign(_DASHED), f"budget: drop {error(fallback.max_drop)}"))
     if any(point.chosen for point in fallback.evaluations):
@@ -64,27 +64,30 @@ def pareto_svg(fallback: FallbackRecord) -> str:
         for drop in _drops(axes, budget)
     ]
     inner += [axes.tick(value, amount(value)) for value in _round_costs(cost)]
-    inner += axes.path(sorted((point.cost, point.drop) for point in points if point.front))
+    inner += axes.path(sorted((point.cost, point.drop) for point in points if point.pareto_optimal))
     # The chosen point comes last, so that no other point covers it.
-    inner += [_evaluation(point, axes) for point in sorted(points, key=lambda point: (point.chosen, point.front))]
+    inner += [
+        _evaluation(point, axes) for point in sorted(points, key=lambda point: (point.chosen, point.pareto_optimal))
+    ]
     label = (
-        f"Drop of the metric against the cost of what is kept in float: {counted(len(points), 'evaluation')}, "
-        f"{sum(point.front for point in points)} of them on the front; the budget is a drop of {error(budget)}"
+        f"Drop of the metric against the cost of groups in float: {counted(len(points), 'evaluation')}, "
+        f"{sum(point.pareto_optimal for point in points)} of them Pareto-optimal; the budget is a drop of "
+        f"{error(budget)}"
     )
-    return axes.picture(label, legend, ("drop", "cost of what is kept in float"), inner, middle="57.0%", more=24)
+    return axes.picture(label, legend, ("drop", "cost of groups in float"), inner, middle="57.0%", more=24)
 
 
 def _drops(axes: Axes, budget: float) -> list[float]:
-    """Return the drops to label: the budget, 0, and the powers of ten for which there is room."""
-    found: list[float] = []
+    """Return the drops to label: the budget, 0, and powers of ten that do not overlap."""
+    drops: list[float] = []
     sizes = [10.0**power for power in range(9, -10, -1)]
     for drop in (budget, 0.0, *sizes, *(-size for size in sizes)):
-        # Within the picture, and not over another label.
+        # Within the chart, and not over another label.
         if axes.up[0] <= axes.scale(drop) <= axes.up[1] and all(
-            abs(axes.y(drop) - axes.y(other)) >= _LABEL for other in found
+            abs(axes.y(drop) - axes.y(other)) >= _LABEL for other in drops
         ):
-            found.append(drop)
-    return found
+            drops.append(drop)
+    return drops
 
 
 def _round_costs(largest: float) -> list[float]:
@@ -94,13 +97,13 @@ def _round_costs(largest: float) -> list[float]:
 
 
 def _step(span: float, shares: Sequence[float]) -> float:
-    """Return a round number that is at most five times in a span."""
+    """Return a round number that fits at most five times into a span."""
     size = 10.0 ** math.floor(math.log10(span))
     return next(size * share for share in shares if span / (size * share) <= 5)
 
 
 def _evaluation(point: Evaluation, axes: Axes) -> str:
-    words = [*([", on the front"] if point.front else []), *([", chosen"] if point.chosen else [])]
+    words = [*([", Pareto-optimal"] if point.pareto_optimal else []), *([", chosen"] if point.chosen else [])]
     title = (
         f"{counted(len(point.groups), 'group')} kept in float, cost {amount(point.cost)}: score "
         f"{significant(point.score)}, "
@@ -108,69 +111,69 @@ def _evaluation(point: Evaluation, axes: Axes) -> str:
     )
     x, y = axes.x(point.cost), axes.y(point.drop)
     ring = svg_dot(x, y, 8.5, RING) if point.chosen else ""
-    return svg_title(title, ring, svg_dot(x, y, 4.5, FILLED if point.front else HOLLOW))
+    return svg_title(title, ring, svg_dot(x, y, 4.5, FILLED if point.pareto_optimal else HOLLOW))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPoint:
-    """One run in the picture.
+    """One run in the chart.
 
     Attributes:
-        number: its number in the table beside the picture.
+        number: its number in the table next to the chart.
         name: its name.
-        milliseconds: the median time of a batch.
+        milliseconds: the median latency of a batch in milliseconds.
         score: its score.
-        front: whether no other run beats it in both.
+        pareto_optimal: whether no other run is better in both.
     """
 
     number: int
     name: str
     milliseconds: float
     score: float
-    front: bool
+    pareto_optimal: bool
 
 
 def runs_svg(
     points: Sequence[RunPoint], metric: str, floats: Mapping[str, float], *, higher_is_better: bool = True
 ) -> str:
-    """Return the runs, numbered, by how fast and how good each is; the faster, the further to the right."""
+    """Return the runs, numbered, by latency and score; faster runs are further right."""
     if not points:
-        return svg_note("No run has both a score and a time.")
+        return svg_note("No run has both a score and a latency.")
     slowest, fastest = (pick(one.milliseconds for one in points) for pick in (max, min))
     scores = [*(one.score for one in points), *floats.values()]
     low, high = min(scores), max(scores)
     axes = Axes(across=(slowest, fastest), up=(low, high), ends=(20, 92), height=220, margin=26, name_at=20)
-    legend = [(dot_sign(FILLED), "on the frontier"), (dot_sign(HOLLOW), "beaten in speed and score")]
+    legend = [(dot_sign(FILLED), "Pareto-optimal"), (dot_sign(HOLLOW), "slower and worse than another run")]
     legend += [(line_sign(_DASHED), "float")] if floats else []
     inner = [axes.level(score, text.score(score), quiet_look(0.15)) for score in sorted({low, high})]
     inner += [axes.level(score, text.score(score), _DASHED) for score in sorted(set(floats.values()))]
-    front = sorted((one for one in points if one.front), key=lambda one: -one.milliseconds)
+    front = sorted((one for one in points if one.pareto_optimal), key=lambda one: -one.milliseconds)
     inner += axes.path([(one.milliseconds, one.score) for one in front])
-    inner += [_run(one, axes) for one in sorted(points, key=lambda one: one.front)]
+    inner += [_run(one, axes) for one in sorted(points, key=lambda one: one.pareto_optimal)]
     inner += [axes.tick(ms, text.milliseconds(ms)) for ms in sorted({slowest, fastest})]
-    label = f"{metric} against speed of {counted(len(points), 'run')}, {len(front)} of them on the frontier"
+    label = f"{metric} against latency of {counted(len(points), 'run')}, {len(front)} of them Pareto-optimal"
     up = metric if higher_is_better else f"{metric} (lower is better)"
-    return axes.picture(label, legend, (up, "time of a batch: faster to the right"), inner)
+    return axes.picture(label, legend, (up, "latency of a batch (faster to the right)"), inner)
 
 
 def _run(point: RunPoint, axes: Axes) -> str:
     x, y = axes.x(point.milliseconds), axes.y(point.score)
     title = f"{point.name}: {text.score(point.score)}, {text.milliseconds(point.milliseconds)}"
-    dot = svg_dot(x, y, 5, FILLED if point.front else HOLLOW)
+    dot = svg_dot(x, y, 5, FILLED if point.pareto_optimal else HOLLOW)
     return svg_title(title, dot, svg_text(x, y - 9, str(point.number), "qz-value", "middle"))
 
 
 _KINDS = {"quantized": BLUE, "float": ORANGE}
 _TOP_DB = 60.0
 _NEAR, _LETTER = 0.05, 16
-"""Points so near in x, a share of the width, and y, in pixels, would have their numbers one over the other."""
+"""Points within this share of the width and this many pixels of height share a label."""
 
 
 def candidates_svg(choice: EngineChoice) -> str:
-    """Return the candidates that ran, numbered, by how fast each is over its shapes and how near to float.
+    """Return the candidates that ran, numbered, by speed over all shapes and accuracy.
 
-    How near is the difference in score to the float model where all have one, and otherwise the SQNR of the outputs.
-    Engines in float are 100 dB and more from PyTorch's outputs, those in INT8 15 to 40: above 60 dB all are at the top.
+    Accuracy is the score difference to the float model if all candidates have one, else the SQNR of the outputs. Float
+    engines have 100 dB and more, INT8 engines 15 to 40 dB: values above 60 dB are drawn at the top.
     """
     ran = [candidate for candidate in choice.candidates if candidate.milliseconds]
     if not ran:
@@ -180,13 +183,13 @@ def candidates_svg(choice: EngineChoice) -> str:
     speeds = [max(ratios) / ratio for ratio in ratios]
     differences = [one.score_difference for one in ran if one.score_difference is not None]
     if len(differences) == len(ran):
-        name, meaning, nearness = "score to float", "Score less that of the float model", differences
+        name, meaning, nearness = "score difference", "Score difference to the float model", differences
         low, high = min(0.0, *differences), max(0.0, *differences)
         levels = [(value, text.signed(value) if value else "0") for value in sorted({low, 0.0, high})]
         low, high = (low, high) if low != high else (-1.0, 1.0)
     else:
-        name, meaning, low, high = "dB", "SQNR of the outputs", 0.0, _TOP_DB
-        # Outputs without any difference to float are at the top.
+        name, meaning, low, high = "SQNR, dB", "SQNR of the outputs", 0.0, _TOP_DB
+        # Outputs equal to float are at the top.
         nearness = [_TOP_DB if one.sqnr_db is None else one.sqnr_db for one in ran]
         levels = [(0.0, "0"), (20.0, "20"), (40.0, "40"), (_TOP_DB, f"{_TOP_DB:g}+")]
     axes = Axes(
@@ -204,16 +207,16 @@ def candidates_svg(choice: EngineChoice) -> str:
     labels = _labels(list(zip(shares, map(axes.y, nearness), strict=True)))
     inner = [axes.level(value, shown, quiet_look(0.15)) for value, shown in levels]
     inner += [axes.tick(speed, text.times(speed)) for speed in dict.fromkeys((1.0, most))]
-    for said, one, speed, near in zip(labels, ran, speeds, nearness, strict=True):
-        inner.append(_candidate(said, one, axes.x(speed), axes.y(near), choice.shapes))
-    where = f"at {choice.shapes[0]}" if len(choice.shapes) == 1 else "in the mean over the shapes"
+    for number, one, speed, near in zip(labels, ran, speeds, nearness, strict=True):
+        inner.append(_candidate(number, one, axes.x(speed), axes.y(near), choice.shapes))
+    where = f"at {choice.shapes[0]}" if len(choice.shapes) == 1 else "averaged over shapes"
     legend = [(dot_sign(f'fill="{colour}"', 5), kind) for kind, colour in _KINDS.items()]
     label = f"{meaning} against speed of {counted(len(ran), 'engine')}; {choice.headline}"
-    return axes.picture(label, legend, (name, f"speed {where}, the slowest is 1"), inner)
+    return axes.picture(label, legend, (name, f"speed relative to the slowest engine, {where}"), inner)
 
 
 def _labels(places: Sequence[tuple[float, float]]) -> list[str]:
-    """Return the number of each engine by its place; those that lie together have all numbers at the first of them."""
+    """Return the number of each engine; engines that overlap have all numbers at the first of them."""
     together: list[list[int]] = []
     for row, (share, height) in enumerate(places):
         near = (
@@ -221,63 +224,63 @@ def _labels(places: Sequence[tuple[float, float]]) -> list[str]:
             for group in together
             if abs(share - places[group[0]][0]) < _NEAR and abs(height - places[group[0]][1]) < _LETTER
         )
-        found = next(near, None)
-        if found is None:
+        group_nearby = next(near, None)
+        if group_nearby is None:
             together.append([row])
         else:
-            found.append(row)
-    said = {group[0]: ", ".join(str(row + 1) for row in group) for group in together}
-    return [said.get(row, "") for row in range(len(places))]
+            group_nearby.append(row)
+    labels = {group[0]: ", ".join(str(row + 1) for row in group) for group in together}
+    return [labels.get(row, "") for row in range(len(places))]
 
 
 def _candidate(label: str, candidate: Candidate, x: str, y: float, shapes: Sequence[str]) -> str:
     ring = svg_dot(x, y, 9, RING) if candidate.verdict == "chosen" else ""
     times = candidate.milliseconds
     title = f"{candidate.name}: {times[-1]:.2f} ms at {shapes[len(times) - 1]}, {candidate.verdict}"
-    # Numbers of rows: the names of two engines in float, which differ in little but time, would overlap.
+    # Numbers, because the names of similar engines would overlap.
     words = svg_text(x, y - 13, label, "qz-value", "middle") if label else ""
     dot = svg_dot(x, y, 5, f'fill="{_KINDS["float" if candidate.is_float else "quantized"]}"')
     return svg_title(title, ring, dot, words)
 
 
 def frontier_svg(latency_fallback: LatencyFallback) -> str:
-    """Return the plans that put back one group more each, by predicted time and error, and the one that was taken."""
+    """Return the plans with one more group in float each, by predicted latency and error, and the chosen one."""
     points = latency_fallback.frontier
     if len(points) < 2:
-        return svg_note("No errors of groups were measured: the run has no amp.")
+        return svg_note("The errors of groups were not measured: the run has no amp.")
     fast, slow = (pick(point.milliseconds for point in points) for pick in (min, max))
     most = max(point.error for point in points) or 1.0
     axes = Axes(across=(fast, slow), up=(0, most), ends=(19, 90), height=200, margin=14, gap=22, name_at=16, below=26)
 
     def mark(point: FallbackPoint, colour: str, radius: int) -> str:
-        title = f"{counted(point.back, 'group')} in float: {text.milliseconds(point.milliseconds)}"
+        title = f"{counted(point.float_groups, 'group')} in float: {text.milliseconds(point.milliseconds)}"
         dot = svg_dot(axes.x(point.milliseconds), axes.y(point.error), radius, f'fill="{colour}"')
         return svg_title(f"{title}, error {error(point.error)}", dot)
 
-    # The plan that was taken may lie beside the line: a search decides by the score.
-    taken = min(points, key=lambda point: abs(point.milliseconds - latency_fallback.predicted_ms))
+    # The chosen plan may lie off the line: a search decides by the score.
+    chosen = min(points, key=lambda point: abs(point.milliseconds - latency_fallback.predicted_ms))
     inner = [
         axes.level(0, "", quiet_look(0.3)),
         *(mark(point, BLUE, 4) for point in points),
-        mark(taken, ORANGE, 7),
+        mark(chosen, ORANGE, 7),
         *(svg_text(at, 204, text.milliseconds(ms), "qz-value", "middle") for at, ms in (("19%", fast), ("90%", slow))),
         *(svg_text("15.5%", axes.y(at) + 4, shown, "qz-value", "end") for at, shown in ((0, "0"), (most, error(most)))),
     ]
-    legend = [(dot_sign(f'fill="{colour}"', 5), name) for name, colour in (("plan", BLUE), ("taken", ORANGE))]
-    label = f"Error against predicted time of {counted(len(points), 'plan')}"
-    return axes.picture(label, legend, ("error that is left", "predicted time"), inner)
+    legend = [(dot_sign(f'fill="{colour}"', 5), name) for name, colour in (("plan", BLUE), ("chosen plan", ORANGE))]
+    label = f"Error against predicted latency of {counted(len(points), 'plan')}"
+    return axes.picture(label, legend, ("remaining error", "predicted latency"), inner)
 
 
 _POINTS = 200
-"""The largest number of points of a curve; a longer one is drawn as means of neighbouring steps."""
+"""The most points of a curve; longer curves are averaged over neighbouring steps."""
 _LARGEST = 1e300
-"""The largest magnitude that is drawn: the difference of two values must be finite."""
+"""The largest magnitude in a chart, so that differences of two values are finite."""
 
 
 def loss_svg(training: TrainingRun) -> str:
     """Return the curve of the loss over the steps."""
     if not training.losses:
-        return svg_note("No step was made.")
+        return svg_note("There was no training step.")
     stride = math.ceil(len(training.losses) / _POINTS)
     parts = [training.losses[at : at + stride] for at in range(0, len(training.losses), stride)]
     points = [(at * stride + (len(part) + 1) / 2, sum(part) / len(part)) for at, part in enumerate(parts)]
@@ -287,7 +290,7 @@ def loss_svg(training: TrainingRun) -> str:
 
 
 def score_svg(training: TrainingRun) -> str:
-    """Return the scores on the tuning samples, with lines at those of the float model and of PTQ."""
+    """Return the scores on the tuning samples, with lines for the float model and PTQ."""
     points = [(float(entry.step), entry.score) for entry in training.scores]
     axes = _of_training(training, [training.float_score, *(score for _, score in points)])
     lines = [
@@ -302,22 +305,22 @@ def score_svg(training: TrainingRun) -> str:
         inner.append(f'<circle cx="{x}" cy="{y}" r="4.5" {FILLED}>{title}</circle>')
     best = next((entry for entry in training.scores if entry.best), None)
     if best is not None:
-        legend.append((dot_sign(RING, 6.5), f"kept: {plain(best.score)} after {best.step} steps"))
+        legend.append((dot_sign(RING, 6.5), f"restored: {plain(best.score)} after {best.step} steps"))
         inner.append(svg_dot(axes.x(best.step), axes.y(best.score), 8.5, RING))
     label = (
-        f"{training.metric} on the tuning samples over the training: {plain(points[0][1])} before it, "
-        f"{plain(points[-1][1])} at its end, {plain(training.float_score)} in float"
+        f"{training.metric} on the tuning samples over the training: {plain(points[0][1])} before, "
+        f"{plain(points[-1][1])} at the end, {plain(training.float_score)} in float"
     )
     return _training_picture(axes, training, label, training.metric, legend, inner)
 
 
 def training_caption(training: TrainingRun) -> str:
     """Return a summary of the training in a line."""
-    made = f"{len(training.losses):,} of {counted(training.planned, 'step')}"
+    steps = f"{len(training.losses):,} of {counted(training.planned_steps, 'step')}"
     ended = f", stopped: {training.stopped}" if training.stopped else ""
     best = next((entry for entry in training.scores if entry.best), None)
-    kept = "" if best is None else f"; kept is what there was after {counted(best.step, 'step')}"
-    return f"{made}{ended}{kept}"
+    restored = "" if best is None else f"; the state after {counted(best.step, 'step')} was restored"
+    return f"{steps}{ended}{restored}"
 
 
 def _of_training(training: TrainingRun, values: Sequence[float]) -> Axes:
@@ -325,7 +328,7 @@ def _of_training(training: TrainingRun, values: Sequence[float]) -> Axes:
     low, high = min(drawn), max(drawn)
     room = (high - low) * 0.08 or abs(high) * 0.01 or 1.0
     return Axes(
-        across=(0, max(training.planned, 1)),
+        across=(0, max(training.planned_steps, 1)),
         up=(low - room, high + room),
         ends=(14, 98),
         left=14,
@@ -339,7 +342,7 @@ def _of_training(training: TrainingRun, values: Sequence[float]) -> Axes:
 
 
 def _drawable(value: float) -> float:
-    """Return the value, limited so that differences of values are finite; NaN becomes 0."""
+    """Return a value, limited so that differences of values are finite; NaN becomes 0."""
     return 0.0 if math.isnan(value) else max(-_LARGEST, min(_LARGEST, value))
 
 
@@ -355,7 +358,7 @@ def _training_picture(
 
 
 def _grid(axes: Axes) -> Iterator[str]:
-    """Yield lines at round values, with their texts."""
+    """Yield lines at round values, with labels."""
     low, high = axes.up
     unit = _step(high - low, (0.1, 0.2, 0.5, 1, 2))
     for number in range(math.ceil(low / unit), math.floor(high / unit) + 1):

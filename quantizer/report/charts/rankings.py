@@ -1,8 +1,8 @@
 """The sensitivity ranking as bars and as a heat map.
 
-Bars are coloured by kind, with a lane beside them that shows the block of each group. All cells of the heat map have
-one hue, whose opacity grows with the log of the sum of errors, so that the order is visible with any kind of colour
-vision, on light and on dark pages. An opacity of at most 0.8 keeps the text on it readable on both.
+Bars are coloured by kind; marks beside them show the block of each group. Cells of the heat map have one hue, whose
+opacity grows with the logarithm of the summed errors, so that the order is visible with any kind of colour vision. An
+opacity of at most 0.8 keeps text readable on light and dark pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quantizer.report.charts.axes import BLUE, GREEN, GREY, ORANGE, PURPLE, svg_
 from quantizer.report.text import MISSING, error, error_words, shorten
 from quantizer.utils.records import GroupSensitivity
 
-# A wide picture also writes the kind beside each bar.
+# Wide charts also write the kind beside each bar.
 _COLOURS = {"linear": BLUE, "matmul": ORANGE, "residual_add": PURPLE, "conv": GREEN}
 _BAR_ROW = 31
 _LANE, _GAP = 9, 2
@@ -25,8 +25,8 @@ _LANE, _GAP = 9, 2
 
 
 def sensitivity_bars(rows: Sequence[GroupSensitivity], *, measure: str | None, limit: int = 30) -> str:
-    """Return horizontal bars, highest first, coloured by kind; a hollow bar is a group that fell back to float."""
-    # NaN has no order: it comes last, so that the result does not depend on the order of the rows.
+    """Return horizontal bars, highest first, coloured by kind; hollow bars are groups in float."""
+    # NaN comes last, so that the order of rows does not matter.
     ranked = sorted(rows, key=lambda row: (row.error != row.error, -row.error, row.group))[:limit]
     if not ranked:
         return svg_note("Sensitivity was not measured.")
@@ -66,7 +66,7 @@ def _bar_title(row: GroupSensitivity) -> str:
 
 
 def _bar_name(row: GroupSensitivity, y: float, length: int, css: str) -> str:
-    """Return the group's name with its block in bold; each part is shortened by itself, so that both are legible."""
+    """Return the group's name with its block in bold; both parts are shortened separately."""
     rest = row.group.removeprefix(row.block)
     if not row.block or rest == row.group:
         return svg_text(0, y, shorten(row.group, length), css)
@@ -76,7 +76,7 @@ def _bar_name(row: GroupSensitivity, y: float, length: int, css: str) -> str:
 
 
 def _lane(ranked: Sequence[GroupSensitivity], blocks: Sequence[str], top: float) -> str:
-    """Return the lane: for each bar a mark whose place shows the block of the group in the order of the model."""
+    """Return marks whose positions show the block of each group in model order."""
     height, width = len(ranked) * _BAR_ROW, 100 / len(blocks)
     marks = [
         f'<rect x="{blocks.index(row.block) * width:.2f}%" y="{index * _BAR_ROW + 2}" width="{width:.2f}%" height="22" '
@@ -104,11 +104,9 @@ def _bar_legend(caption: str, ranked: Sequence[GroupSensitivity], blocks: Sequen
     parts, end = svg_legend(entries, top=22)
     parts.append(svg_text(0, 13, caption, "qz-value"))
     if len(blocks) > 1:
-        wide = (
-            f"Marks on the left: its block, of {len(blocks)} from {shorten(blocks[0], 40)} to {shorten(blocks[-1], 40)}"
-        )
+        wide = f"Marks on the left: block, from {shorten(blocks[0], 40)} to {shorten(blocks[-1], 40)}"
         parts.append(svg_text(0, end + 13, wide, "qz-value qz-wide"))
-        parts.append(svg_text(0, end + 13, f"Marks on the left: its block, of {len(blocks)}", "qz-value qz-narrow"))
+        parts.append(svg_text(0, end + 13, f"Marks on the left: block, of {len(blocks)}", "qz-value qz-narrow"))
         end += 20
     return parts, end + 12
 
@@ -118,20 +116,19 @@ def _swatch(look: str) -> str:
 
 
 def blocks_in_order(rows: Iterable[GroupSensitivity]) -> list[str]:
-    """Return each block once, in the model's order."""
+    """Return each block once, in model order."""
     return list(dict.fromkeys(row.block for row in sorted(rows, key=lambda row: (row.position, row.group))))
 
 
 _HUE = "#d55e00"
 _FAINT, _FULL = 0.06, 0.8
 _DECADES = 3
-"""Decades that the colour scale spans; smaller sums have its lowest colour, so that a group with almost no error does
-not take the contrast from all others."""
+"""Decades of the colour scale; smaller sums have its lowest colour, to keep contrast among the others."""
 _STEPS = 5
 _KINDS = ("embedding", "conv", "linear", "matmul", "residual_add")
 _SEVERAL = "several kinds"
 _NAMED = 8
-"""The largest number of groups that the tooltip of a cell names."""
+"""The most groups that the tooltip of a cell names."""
 
 # In percent of the width, and in pixels.
 _LEFT, _RIGHT = 22, 80
@@ -162,9 +159,9 @@ class _Scale:
 
 
 def sensitivity_heatmap(rows: Sequence[GroupSensitivity], *, measure: str | None) -> str:
-    """Return a heat map with a row for each block and a column for each kind of site.
+    """Return a heat map with a row per block and a column per kind of site.
 
-    Residual adds have a column for each operand.
+    Residual adds have a column per operand.
     """
     if not rows:
         return svg_note("Sensitivity was not measured.")
@@ -198,7 +195,7 @@ def sensitivity_heatmap(rows: Sequence[GroupSensitivity], *, measure: str | None
 
 
 def _column(row: GroupSensitivity) -> str:
-    """Return the column of a group: its kind, for residual adds with the operand, as each is a group of its own."""
+    """Return the column of a group: its kind, for residual adds with the operand."""
     if "," in row.kind:
         return _SEVERAL
     operand = row.group.removeprefix(f"{row.sites[0]}.") if len(row.sites) == 1 else row.group
@@ -274,7 +271,7 @@ def _cell(rows: Sequence[GroupSensitivity], column: str, left: float, top: float
 
 
 def _mark(back: int, groups: int) -> str:
-    """Return the outline of a cell with ``back`` groups in float: solid if all are, dashed if some are."""
+    """Return the outline of a cell with ``back`` groups in float: solid for all groups, dashed for some."""
     broken = ' stroke-dasharray="4 3"' if back < groups else ""
     return f' stroke="currentColor" stroke-width="2"{broken}' if back else ""
 
@@ -283,12 +280,12 @@ def _marks(cells: _Cells) -> list[tuple[str, str]]:
     """Return the entries of the legend for the outlines in use."""
     back = [(sum(row.fallback for row in rows), len(rows)) for rows in cells.values()]
     square = '<rect x="1" y="3" width="12" height="11" rx="2" fill="none"'
-    found = []
+    entries = []
     if any(count == groups for count, groups in back):
-        found.append((f"{square}{_mark(1, 1)}/>", "kept in float"))
+        entries.append((f"{square}{_mark(1, 1)}/>", "kept in float"))
     if any(0 < count < groups for count, groups in back):
-        found.append((f"{square}{_mark(1, 2)}/>", "a part kept in float"))
-    return found
+        entries.append((f"{square}{_mark(1, 2)}/>", "some kept in float"))
+    return entries
 
 
 def _shares(
@@ -305,7 +302,7 @@ def _shares(
             return None
         return math.fsum(value for value in found if value > 0) / everything
 
-    parts = [svg_text("100%", _HEAD - 8, "of all", "qz-value", "end")]
+    parts = [svg_text("100%", _HEAD - 8, "share", "qz-value", "end")]
     of_blocks = [share(0, block) for block in blocks]
     largest = max(filter(None, of_blocks), default=1.0)
     for number, value in enumerate(of_blocks):
@@ -315,7 +312,7 @@ def _shares(
         parts.append(f'<rect {look} width="{bar:.2f}%"/>')
         parts.append(svg_text("100%", top + 17, _whole(value), "qz-value", "end"))
     below = _HEAD + len(blocks) * _ROW + 14
-    parts.append(svg_text(0, below, "of all", "qz-value"))
+    parts.append(svg_text(0, below, "share", "qz-value"))
     for number, column in enumerate(columns):
         middle = f"{_LEFT + width * (number + 0.5):.2f}%"
         parts.append(svg_text(middle, below, _whole(share(1, column)), "qz-value", "middle"))
@@ -323,7 +320,7 @@ def _shares(
 
 
 def _whole(share: float | None) -> str:
-    """Return a share in whole percent, as there is no room for more digits."""
+    """Return a share in whole percent."""
     if share is None:
         return MISSING
     return f"{100 * share:.0f}%" if share >= 0.01 or share == 0 else "<1%"

@@ -1,27 +1,27 @@
-"""Data sets that a run can name, and ``load_rows``, which reads a part of one."""
+"""Data sets that a run can name, and ``load_examples``, which reads a part of one."""
 
 from __future__ import annotations
 
-from quantizer.tasks.datasets import builtin, files, hub, rows
-from quantizer.tasks.datasets.files import folder_holds, read_images, read_recordings
-from quantizer.tasks.datasets.rows import (
+from quantizer.tasks.datasets import builtin, examples, files, hub
+from quantizer.tasks.datasets.examples import (
     Audio,
     Boxes,
     Choices,
     Depths,
+    Example,
     Image,
     Masked,
     Pair,
     Plain,
     Question,
     Rewritten,
-    Row,
     Speech,
     Text,
     Words,
     datasets,
-    load_rows,
+    load_examples,
 )
+from quantizer.tasks.datasets.files import folder_holds, read_images, read_recordings
 from quantizer.tasks.datasets.text_files import read_texts, text_files
 
 __all__ = [
@@ -29,13 +29,13 @@ __all__ = [
     "Boxes",
     "Choices",
     "Depths",
+    "Example",
     "Image",
     "Masked",
     "Pair",
     "Plain",
     "Question",
     "Rewritten",
-    "Row",
     "Speech",
     "Text",
     "Words",
@@ -44,10 +44,10 @@ __all__ = [
     "files",
     "folder_holds",
     "hub",
-    "load_rows",
+    "load_examples",
     "read_images",
     "read_recordings",
     "read_texts",
-    "rows",
+    "examples",
     "text_files",
 ]

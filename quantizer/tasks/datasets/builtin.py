@@ -1,26 +1,23 @@
-"""Data sets that are fetched by name.
+"""Data sets with fixed formats or sources: SST-2, the STS benchmark and VADER.
 
-The data set ``sst2-text``: one labelled text per line, the integer label first (SST-2's format).
+``sst2-text`` reads one labelled text per line, the integer label first:
 
-1 a stirring , funny and finally transporting re-imagining
+    1 a stirring , funny and finally transporting re-imagining
 
-The data set ``stsb-csv``: sentence pairs with a similarity score, one per line, no header (as in the STS benchmark).
+``stsb-csv`` reads sentence pairs with a similarity score, one per line, without a header:
 
-A plane is taking off.,An air plane is taking off.,5.0
+    A plane is taking off.,An air plane is taking off.,5.0
 
-The data set ``vader``: short texts with human sentiment ratings (Hutto and Gilbert, ICWSM 2014; MIT licence).
+``vader`` has short texts with human sentiment ratings (Hutto and Gilbert, ICWSM 2014; MIT licence). The texts come with
+the source distribution of ``vaderSentiment`` on PyPI. pip downloads it once to ``$XDG_CACHE_HOME/quantizer`` (or
+``~/.cache/quantizer``). Its SHA-256 is checked on every read; nothing is unpacked or installed.
 
-The texts come with the *source distribution* of ``vaderSentiment`` on the Python package index. It is fetched once by
-pip into ``$XDG_CACHE_HOME/quantizer`` (or ``~/.cache/quantizer``), its SHA-256 is checked each time it is read, and
-the texts are read in memory: nothing of it is unpacked or installed.
+Its subsets are ``tweets``, ``movieReviewSnippets``, ``amazonReviewSnippets`` and ``nytEditorialSnippets``. The label is
+the sign of the mean rating (1 positive, 0 negative). Ratings within 0.5 of zero and repeated texts are skipped.
 
-Subsets: ``tweets``, ``movieReviewSnippets``, ``amazonReviewSnippets``, ``nytEditorialSnippets``. The label is the sign
-of the mean rating (1 positive, 0 negative); ratings within 0.5 of zero are left out, and so are repeated texts.
-
-Splits: ``head`` (50%), ``calibration`` (10%) and ``evaluation`` (40%); ``None`` is all of them. A row's split follows
-from a hash of its document's id: sentences of one review or article stay together, no row is in two splits, and a split
-does not depend on how many rows are asked for. Rows are ordered by a hash too: the files are partly sorted by
-sentiment, and the first rows of a split should be a fair sample of it.
+Its splits are ``head`` (50%), ``calibration`` (10%) and ``evaluation`` (40%); ``None`` returns all. The split depends
+on a hash of the document's id only: sentences of one review stay together, and no sample is in two splits. Samples are
+ordered by a hash, because the files are partly sorted by sentiment.
 """
 
 from __future__ import annotations
@@ -35,9 +32,9 @@ import tarfile
 from pathlib import Path
 
 from quantizer.errors import TaskError
-from quantizer.tasks.datasets.rows import (
+from quantizer.tasks.datasets.examples import (
+    Example,
     Pair,
-    Row,
     Text,
     class_number,
     datasets,
@@ -61,20 +58,20 @@ def check_sha256(path: Path, expected: str) -> None:
     """Raise ``TaskError`` unless the file's SHA-256 is ``expected`` (hexadecimal)."""
     try:
         with path.open("rb") as file:
-            got = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise TaskError(f"cannot read {path}: {error.strerror or error}") from error
-    if got != expected:
+    if digest != expected:
         raise TaskError(
-            f"{path} is not the expected file: its SHA-256 is {got}, expected {expected}. "
-            f"Delete it, so that it is fetched again, or get it from another index"
+            f"{path} is not the expected file: its SHA-256 is {digest}, expected {expected}. "
+            f"Delete it to download it again, or use another package index"
         )
 
 
 def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Path:
-    """Return the path of a source distribution in the cache; ``pip download`` fetches it if it is not there.
+    """Return the path of a source distribution in the cache; pip downloads a missing one.
 
-    The file appears in the cache only when it is complete and its hash is right.
+    The file appears in the cache only when complete and with the right hash.
     """
     target = folder / archive
     if target.is_file():
@@ -86,47 +83,52 @@ def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Pa
             _pip_download(requirement, archive, folder, scratch)
             fetched = scratch / archive
             if not fetched.is_file():
-                raise TaskError(f"pip fetched {requirement} but gave no {archive}: {_by_hand(requirement, folder)}")
+                raise TaskError(
+                    f"pip downloaded {requirement}, but {archive} is missing: {_manual_download(requirement, folder)}"
+                )
             check_sha256(fetched, sha256)
             os.replace(fetched, target)
     except OSError as error:
         raise TaskError(
-            f"cannot keep {archive} in {folder}: {error.strerror or error}. Point XDG_CACHE_HOME to a writable folder"
+            f"cannot store {archive} in {folder}: {error.strerror or error}. Point XDG_CACHE_HOME to a writable folder"
         ) from error
     return target
 
 
 def _pip_download(requirement: str, archive: str, folder: Path, scratch: Path) -> None:
     name = requirement.partition("==")[0]
-    words = ("--quiet", "--no-input", "--disable-pip-version-check", "--no-deps", "--no-binary", name)
-    command = python_command("pip", "download", *words, "--dest", scratch, requirement)
+    options = ("--quiet", "--no-input", "--disable-pip-version-check", "--no-deps", "--no-binary", name)
+    command = python_command("pip", "download", *options, "--dest", scratch, requirement)
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False, env=child_environment()
         )
     except subprocess.TimeoutExpired as error:
         raise TaskError(
-            f"pip did not fetch {requirement} within {PIP_TIMEOUT_S} s: {_by_hand(requirement, folder)}"
+            f"pip did not download {requirement} within {PIP_TIMEOUT_S} s: {_manual_download(requirement, folder)}"
         ) from error
     if result.returncode != 0:
-        said = " | ".join((result.stderr or result.stdout).strip().splitlines()[-3:])
-        raise TaskError(f"pip could not fetch {requirement}: {said or 'no message'}. {_by_hand(requirement, folder)}")
+        message = " | ".join((result.stderr or result.stdout).strip().splitlines()[-3:])
+        raise TaskError(
+            f"pip could not download {requirement}: {message or 'no message'}. {_manual_download(requirement, folder)}"
+        )
 
 
-def _by_hand(requirement: str, folder: Path) -> str:
+def _manual_download(requirement: str, folder: Path) -> str:
     name = requirement.partition("==")[0]
     return (
-        f"Check the network and the package index, or run elsewhere  pip download --no-deps --no-binary {name} "
+        f"Check the network and the package index, or run on another machine  pip download --no-deps --no-binary "
+        f"{name} "
         f"{requirement}  and copy the file to {folder}"
     )
 
 
 @datasets.add("sst2-text")
-def read_sst2(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+def read_sst2(path: Path | None, split: str | None, subset: str | None) -> list[Example]:
     """Return all texts of a file."""
     refuse_options("sst2-text", split=split, subset=subset)
     file = require_file("sst2-text", path)
-    rows: list[Row] = []
+    examples: list[Example] = []
     for number, line in enumerate(read_lines("sst2-text", file), start=1):
         if not line.strip():
             continue
@@ -134,22 +136,22 @@ def read_sst2(path: Path | None, split: str | None, subset: str | None) -> list[
         number_of_class = class_number(label)
         if number_of_class is None or not text.strip():
             raise TaskError(f"{file}:{number}: {line.strip()[:60]!r}, expected an integer label, a space and a text")
-        rows.append(Text(text.strip(), number_of_class))
-    return rows
+        examples.append(Text(text.strip(), number_of_class))
+    return examples
 
 
 @datasets.add("stsb-csv")
-def read_stsb(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+def read_stsb(path: Path | None, split: str | None, subset: str | None) -> list[Example]:
     """Return all pairs of a CSV file."""
     refuse_options("stsb-csv", split=split, subset=subset)
     file = require_file("stsb-csv", path)
     reader = csv.reader(read_lines("stsb-csv", file), strict=True)
-    rows: list[Row] = []
+    examples: list[Example] = []
     try:
-        rows.extend(_pair(fields, f"{file}:{reader.line_num}") for fields in reader if fields)
+        examples.extend(_pair(fields, f"{file}:{reader.line_num}") for fields in reader if fields)
     except csv.Error as error:
         raise TaskError(f"{file}:{reader.line_num}: not CSV ({error})") from error
-    return rows
+    return examples
 
 
 def _pair(fields: list[str], where: str) -> Pair:
@@ -178,38 +180,37 @@ NEUTRAL = 0.5
 
 
 @datasets.add("vader")
-def read_vader(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+def read_vader(path: Path | None, split: str | None, subset: str | None) -> list[Example]:
     """Return the rated texts of one subset and split."""
     if subset not in SUBSETS:
         raise TaskError(f"data set 'vader' has no subset {subset!r}: set 'subset' to one of {', '.join(SUBSETS)}")
     if split is not None and split not in SPLITS:
         raise TaskError(f"data set 'vader' has no split {split!r}: set 'split' to one of {', '.join(SPLITS)}")
     content = _ground_truth(_archive(path), subset)
-    ranked: list[tuple[str, Row]] = []
-    seen: set[str] = set()
+    ranked: list[tuple[str, Example]] = []
+    texts: set[str] = set()
     # splitlines() would also split at characters that may occur inside a text.
     for number, line in enumerate(content.rstrip("\n").split("\n"), start=1):
         identifier, rating, text = _fields(line, f"{subset}:{number}")
-        if abs(rating) < NEUTRAL or text in seen:
+        if abs(rating) < NEUTRAL or text in texts:
             continue
-        seen.add(text)
+        texts.add(text)
         document = identifier.partition("_")[0]
         if split is None or _hash(subset, "document", document) % 100 in SPLITS[split]:
             order = f"{_hash(subset, 'row', identifier):016x}"
             ranked.append((order, Text(text, int(rating > 0))))
-    return [row for _, row in sorted(ranked, key=lambda item: item[0])]
+    return [example for _, example in sorted(ranked, key=lambda item: item[0])]
 
 
 def _archive(path: Path | None) -> Path:
     if path is None:
         return fetch_sdist(REQUIREMENT, ARCHIVE, SHA256, cache_folder())
-    given = require_file("vader", path)
-    check_sha256(given, SHA256)
-    return given
+    archive = require_file("vader", path)
+    check_sha256(archive, SHA256)
+    return archive
 
 
 def _ground_truth(archive: Path, subset: str) -> str:
-    # The archive's hash was checked, so only a bug here can miss a member; its message is readable all the same.
     name = f"hutto_ICWSM_2014/{subset}_GroundTruth.txt"
     with tarfile.open(archive) as outer, tarfile.open(fileobj=io.BytesIO(_member(outer, INNER_ARCHIVE))) as inner:
         return _member(inner, name).decode("utf-8")
@@ -221,7 +222,7 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
     except KeyError:
         file = None
     if file is None:
-        raise TaskError(f"data set 'vader': {ARCHIVE} holds no file {name}")
+        raise TaskError(f"data set 'vader': {ARCHIVE} does not contain {name}")
     return file.read()
 
 
@@ -230,7 +231,9 @@ def _fields(line: str, where: str) -> tuple[str, float, str]:
     try:
         identifier, rating, text = fields[0], float(fields[1]), fields[2].strip()
     except (IndexError, ValueError) as error:
-        raise TaskError(f"data set 'vader': {where}: {line[:60]!r}, expected id, rating and text by tabs") from error
+        raise TaskError(
+            f"data set 'vader': {where}: {line[:60]!r}, expected id, rating and text separated by tabs"
+        ) from error
     return identifier, rating, text
 
 

@@ -1,13 +1,10 @@
-"""Samples of a table of the package ``datasets``, whose columns say by their names what a row is.
+"""The data set ``hf``: tables of Hugging Face's package ``datasets``, whose column names decide the kind of examples.
 
-The data set ``hf``: whatever the package ``datasets`` of Hugging Face reads.
-
-    {name: hf, path: my-data, split: test}      a folder of save_to_disk, or of files that load_dataset takes
+    {name: hf, path: my-data, split: test}      a folder of save_to_disk, or of files that load_dataset accepts
     {name: hf, path: rows.parquet}              a file: .parquet, .arrow, .jsonl, .json, .csv, .tsv or .txt
-    {name: hf, path: org/name, subset: en}      a data set of the hub, where there is a network
+    {name: hf, path: org/name, subset: en}      a data set of the hub, if there is a network
 
-A path may end in ``@SPLIT``, which is the split. No code of a data set is run: the package has run none since its
-version 4. What a row is follows from the columns; see ``hf_rows``.
+A path may end in ``@SPLIT``. No code of a data set is run: the package runs none since version 4.
 """
 
 from __future__ import annotations
@@ -20,15 +17,15 @@ from typing import Any, TypeAlias
 
 from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.datasets.builtin import cache_folder
-from quantizer.tasks.datasets.rows import (
+from quantizer.tasks.datasets.examples import (
     Audio,
     Choices,
+    Example,
     Image,
     Pair,
     Plain,
     Question,
     Rewritten,
-    Row,
     Speech,
     Text,
     Words,
@@ -54,7 +51,7 @@ def _choices(question: Any, choices: Any, label: Any) -> Choices:
     texts = tuple(map(str, choices))
     number = texts.index(label) if label in texts else class_number(str(label))
     if number is None or number >= len(texts):
-        raise ValueError(f"the label {label!r} is none of {len(texts)} choices")
+        raise ValueError(f"the label {label!r} is not one of the {len(texts)} choices")
     return Choices(str(question), "", texts, number)
 
 
@@ -71,8 +68,7 @@ def _words(words: Any, tags: Any) -> Words:
     return Words(tuple(map(str, words)), tuple(map(str, tags)))
 
 
-# The first kind of row whose columns are all there is taken.
-_KINDS: Sequence[tuple[tuple[Field, ...], Callable[..., Row]]] = (
+_KINDS: Sequence[tuple[tuple[Field, ...], Callable[..., Example]]] = (
     ((("question",), ("context",), ("answers",)), _question),
     ((("question",), ("choices",), ("label", "answer")), _choices),
     ((("tokens", "words"), ("ner_tags", "tags", "labels")), _words),
@@ -95,67 +91,67 @@ _KINDS: Sequence[tuple[tuple[Field, ...], Callable[..., Row]]] = (
 )
 
 
-def rows_of_table(table: Any, name: str) -> list[Row]:
-    """Return the rows of a table, as the kind that its columns make.
+def examples_of_table(table: Any, name: str) -> list[Example]:
+    """Return the examples of a table; the first kind whose columns are all present is used.
 
-    Classes that the table knows by name get their names, except those of texts, whose rows hold the number.
+    Class numbers become class names if the table has them, except for texts, whose examples hold the number.
     """
     columns = list(table.column_names)
     for fields, make in _KINDS:
-        found = [next((name for name in names if name in columns), None) for names in fields]
-        if None not in found:
-            return list(_rows(table, [str(column) for column in found], make, name))
+        matched = [next((name for name in names if name in columns), None) for names in fields]
+        if None not in matched:
+            return list(_examples(table, [str(column) for column in matched], make, name))
     expected = "; ".join(" with ".join("/".join(names) for names in fields) for fields, _ in _KINDS)
     raise TaskError(
-        f"data set 'hf': {name} has the columns {', '.join(columns)}; expected {expected}. In Python, "
-        "rename_column() and save_to_disk() give them these names"
+        f"data set 'hf': {name} has the columns {', '.join(columns)}; expected {expected}. Rename them in "
+        "Python with rename_column() and save_to_disk()"
     )
 
 
-def _rows(table: Any, columns: Sequence[str], make: Callable[..., Row], name: str) -> Iterator[Row]:
+def _examples(table: Any, columns: Sequence[str], make: Callable[..., Example], name: str) -> Iterator[Example]:
     table = table.select_columns(list(dict.fromkeys(columns)))
     by_number = make is _text
     for column in columns:
         feature = table.features[column]
         if type(feature).__name__ in ("Image", "Audio"):
-            # The bytes as they are, which the model's own processor decodes.
+            # Undecoded: the model's own processor reads the bytes.
             table = table.cast_column(column, type(feature)(decode=False))
-    for at, row in enumerate(table):
+    for number, row in enumerate(table):
         values = (_named(row[column], table.features[column], by_number) for column in columns)
         try:
             yield make(*values)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise TaskError(f"data set 'hf': row {at} of {name}: {_told(error)}") from error
+            raise TaskError(f"data set 'hf': row {number} of {name}: {_message(error)}") from error
 
 
 def _named(value: Any, feature: Any, by_number: bool) -> Any:
-    """Return a value with the names of classes in the place of their numbers."""
+    """Return a value with class numbers replaced by class names."""
     inner: Any = getattr(feature, "feature", None)
     if by_number or value is None:
         return value
     if hasattr(feature, "int2str"):
         return feature.int2str(value)
-    return [inner.int2str(one) for one in value] if hasattr(inner, "int2str") else value
+    return [inner.int2str(number) for number in value] if hasattr(inner, "int2str") else value
 
 
-def _file(held: Mapping[str, Any]) -> Path:
-    """Return the path of an image or a recording; what the table holds itself is put into a cache."""
-    path = Path(held["path"] or "")
-    if held["path"] and path.is_file():
+def _file(value: Mapping[str, Any]) -> Path:
+    """Return the path of an image or recording; content stored in the table is written to the cache."""
+    path = Path(value["path"] or "")
+    if value["path"] and path.is_file():
         return path.absolute()
-    content = held["bytes"]
+    content = value["bytes"]
     if content is None:
         raise ValueError(f"there is no file {path}")
-    kept = cache_folder() / "files" / f"{hashlib.sha256(content).hexdigest()}{path.suffix.lower()}"
-    if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(kept) as part:
+    cached = cache_folder() / "files" / f"{hashlib.sha256(content).hexdigest()}{path.suffix.lower()}"
+    if not cached.is_file():
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(cached) as part:
             part.write_bytes(content)
-    return kept
+    return cached
 
 
-def _told(error: Exception) -> str:
-    return f"there is no {error}" if isinstance(error, KeyError) else str(error)
+def _message(error: Exception) -> str:
+    return f"key {error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 _BUILDERS = {
@@ -172,18 +168,19 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @datasets.add("hf")
-def read_hf(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return the rows of a split."""
+def read_hf(path: Path | None, split: str | None, subset: str | None) -> list[Example]:
+    """Return the examples of a split."""
     if path is None:
         raise TaskError(
-            "data set 'hf' reads a file, a folder or a name of the hub, but no path was given: set 'path', such as "
+            "data set 'hf' reads a file, a folder or a name of the hub, but no path was given: set 'path', for "
+            "example to "
             "rows.parquet or stanfordnlp/sst2"
         )
     name = str(expanded(path))
     if split is None and not is_there(Path(name)):
-        name, _, told = name.partition("@")
-        split = told or None
-    return rows_of_table(_table(_opened(Path(name), subset), name, split), name)
+        name, _, suffix = name.partition("@")
+        split = suffix or None
+    return examples_of_table(_table(_opened(Path(name), subset), name, split), name)
 
 
 def _opened(path: Path, subset: str | None) -> Any:
@@ -192,11 +189,11 @@ def _opened(path: Path, subset: str | None) -> Any:
         import datasets as library
     except ModuleNotFoundError as error:
         raise MissingDependencyError("datasets", "datasets") from error
-    there = is_folder(path) or is_file(path)
-    if not there and not _HUB_NAME.fullmatch(str(path)):
+    exists = is_folder(path) or is_file(path)
+    if not exists and not _HUB_NAME.fullmatch(str(path)):
         raise TaskError(
-            f"data set 'hf': there is no file or folder {path} (a relative path starts at {Path.cwd()}), and that is "
-            "no name of the hub, such as stanfordnlp/sst2"
+            f"data set 'hf': there is no file or folder {path} (a relative path starts at {Path.cwd()}), and it is "
+            "not a name of the hub, such as stanfordnlp/sst2"
         )
     try:
         if any((path / name).is_file() for name in _SAVED):
@@ -212,18 +209,17 @@ def _opened(path: Path, subset: str | None) -> Any:
         options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
         return library.load_dataset(builder, data_files=str(path), **options)
     except (library.exceptions.DatasetsError, IndexError, OSError, ValueError, RuntimeError) as error:
-        # The error itself often says no more than that the rows could not be made. A table without rows is an
-        # IndexError.
+        # The cause has the useful message; a table without rows raises an IndexError.
         lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-        where = "" if there else ", and there is no file or folder of this name"
+        where = "" if exists else ", and there is no file or folder of this name"
         raise TaskError(f"data set 'hf': {path} cannot be read{where}: {lines[0]}") from error
 
 
 def _table(opened: Any, name: str, split: str | None) -> Any:
-    """Return one split of what was opened."""
+    """Return one split of a ``Dataset`` or ``DatasetDict``."""
     if not isinstance(opened, dict):
         if split is not None:
-            raise TaskError(f"data set 'hf': {name} is one split by itself, but {split!r} was asked for: leave it out")
+            raise TaskError(f"data set 'hf': {name} has no splits, but {split!r} was given: remove it")
         return opened
     splits = ", ".join(map(str, opened))
     if split is None and len(opened) > 1:

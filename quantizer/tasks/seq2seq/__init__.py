@@ -1,1 +1,1 @@
-"""Tasks of encoders with decoders, which write text token by token: models in several parts, an engine for each."""
+"""Tasks of encoder-decoder models, which generate text: one engine per part."""

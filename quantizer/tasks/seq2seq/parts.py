@@ -1,9 +1,9 @@
-"""The parts of an encoder with a decoder, each a module with tensors in and out, as the usual runtimes name them.
+"""The parts of an encoder-decoder model, each a module with tensors as inputs and outputs.
 
 ``encoder_model`` reads a text or a recording, ``decoder_model`` the first tokens, and ``decoder_with_past_model`` one
-token more, with the cache of keys and values as inputs and outputs. The names are those of Optimum's files.
+more token, with the cache of keys and values as inputs and outputs. Names follow the files of Optimum.
 
-Shapes: B rows, S tokens that are read, P tokens in the cache, E steps of the encoder, H heads, D their width, W the
+Shapes: B samples, S tokens that are read, P tokens in the cache, E steps of the encoder, H heads, D their width, W the
 width of the encoder, V tokens of the vocabulary.
 """
 
@@ -25,17 +25,17 @@ PARTS = (ENCODER, DECODER, WITH_PAST)
 """The names of the parts, and of their files."""
 
 ENCODER_STEPS = "encoder_sequence"
-"""The dimension of what the encoder gives: a text's tokens; a recording's steps are of one number."""
+"""The name of the dynamic axis of the encoder's output; recordings have a fixed number of steps."""
 
 PartRun: TypeAlias = Callable[[Batch], Mapping[str, Any]]
-"""One call of a part, as a module or an engine, with its inputs by name and maybe others."""
+"""A call of a part, a module or an engine, with a batch that may have further inputs."""
 
 _HALVES = ("decoder", "encoder")
 _KINDS = ("key", "value")
 
 
 class _Encoder(nn.Module):
-    """The encoder: what it reads -> ``last_hidden_state`` [B x E x W]."""
+    """The encoder: its inputs -> ``last_hidden_state`` [B x E x W]."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Encoder(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """The first tokens [B x S], and what the encoder gave -> logits [B x S x V], and the cache of both attentions."""
+    """The first tokens [B x S] and the encoder's output -> logits [B x S x V], and the cache of both attentions."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ class _Decoder(nn.Module):
     ) -> dict[str, Tensor]:
         package = transformers_package()
         cache = package.EncoderDecoderCache(package.DynamicCache(), package.DynamicCache())
-        made = _decoded(self.model, input_ids, encoder_hidden_states, encoder_attention_mask, cache)
-        return {"logits": made.logits, **cached(cache, PRESENT, _HALVES)}
+        output = _decoded(self.model, input_ids, encoder_hidden_states, encoder_attention_mask, cache)
+        return {"logits": output.logits, **cached(cache, PRESENT, _HALVES)}
 
 
 class _DecoderWithPast(nn.Module):
-    """One token [B x 1], and the cache -> logits [B x 1 x V], and the cache of its own attention with that token."""
+    """One token [B x 1] and the cache -> logits [B x 1 x V], and the self-attention cache with that token."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -75,12 +75,12 @@ class _DecoderWithPast(nn.Module):
         own, cross = package.DynamicCache(), package.DynamicCache()
         for half, name in ((own, "decoder"), (cross, "encoder")):
             keep(half, past, CACHE, name)
-        # What the encoder gave is in the cache already: its length alone is read.
+        # The cache replaces the encoder's output, of which only the length is read.
         keys = past[f"{CACHE}.0.encoder.key"]
         hidden = keys.new_zeros(keys.shape[0], keys.shape[2], 1)
         cache = package.EncoderDecoderCache(own, cross)
-        made = _decoded(self.model, input_ids, hidden, encoder_attention_mask, cache)
-        return {"logits": made.logits, **cached(cache, PRESENT, _HALVES[:1])}
+        output = _decoded(self.model, input_ids, hidden, encoder_attention_mask, cache)
+        return {"logits": output.logits, **cached(cache, PRESENT, _HALVES[:1])}
 
 
 def _decoded(model: Any, ids: Tensor, hidden: Tensor, mask: Tensor | None, cache: Any) -> Any:
@@ -90,55 +90,56 @@ def _decoded(model: Any, ids: Tensor, hidden: Tensor, mask: Tensor | None, cache
 
 
 def parts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the parts of a float model or of a frozen proxy, by name; they share its tensors."""
-    made = (_Encoder(model), _Decoder(model), _DecoderWithPast(model))
-    return {name: part.eval() for name, part in zip(PARTS, made, strict=True)}
+    """Return the parts of a float model or frozen proxy by name; they share its tensors."""
+    modules = (_Encoder(model), _Decoder(model), _DecoderWithPast(model))
+    return {name: part.eval() for name, part in zip(PARTS, modules, strict=True)}
 
 
 def require_parts(model: Any, batch: Batch) -> None:
-    """Raise if a model is no encoder with a decoder whose cache are the keys and values of all tokens."""
+    """Raise unless a model is an encoder-decoder whose cache holds the keys and values of all tokens."""
     if not getattr(model.config, "is_encoder_decoder", False):
         raise TaskError(
-            f"{type(model).__name__} is no encoder with a decoder: choose another checkpoint, or task text-generation"
+            f"{type(model).__name__} is not an encoder-decoder model: choose another checkpoint, or task "
+            "text-generation"
         )
     with torch.no_grad():
         hidden = parts_of(model)[ENCODER](**batch)["last_hidden_state"]
         first = torch.zeros(len(hidden), 1, dtype=torch.long)
         package = transformers_package()
         cache = package.EncoderDecoderCache(package.DynamicCache(), package.DynamicCache())
-        made = _decoded(model, first, hidden, batch.get("attention_mask"), cache).past_key_values
-    layers = [layer for half in halves(made).values() for layer in half.layers] if made is cache else []
-    strange = {type(layer).__name__ for layer in layers if type(layer).__name__ != "DynamicLayer"}
-    if not layers or strange:
+        filled = _decoded(model, first, hidden, batch.get("attention_mask"), cache).past_key_values
+    layers = [layer for half in halves(filled).values() for layer in half.layers] if filled is cache else []
+    other_kinds = {type(layer).__name__ for layer in layers if type(layer).__name__ != "DynamicLayer"}
+    if not layers or other_kinds:
         raise TaskError(
-            f"{type(model).__name__} keeps {', '.join(sorted(strange)) or type(made).__name__} of former tokens, "
-            "expected the keys and values of all of them, of its own attention and of that to the encoder: such a "
-            "model cannot be taken apart"
+            f"{type(model).__name__} keeps {', '.join(sorted(other_kinds)) or type(filled).__name__} of former tokens, "
+            "expected all keys and values of its self-attention and cross-attention: such a model cannot be split into "
+            "parts"
         )
 
 
 def halves(cache: Any) -> dict[str, Any]:
-    """Return the two caches in one of transformers, by the words that names of tensors have for them."""
+    """Return the self-attention and cross-attention caches, by their names in tensors."""
     return dict(zip(_HALVES, (cache.self_attention_cache, cache.cross_attention_cache), strict=True))
 
 
 def cached(cache: Any, prefix: str, names: tuple[str, ...] = _HALVES) -> dict[str, Tensor]:
-    """Return keys and values [B x H x P x D] of halves of a cache: ``prefix.0.decoder.key`` is layer 0's."""
-    made = {}
+    """Return keys and values [B x H x P x D] of a cache by name, such as ``prefix.0.decoder.key`` for layer 0."""
+    tensors = {}
     layers = zip(cache.self_attention_cache.layers, cache.cross_attention_cache.layers, strict=True)
     for number, pair in enumerate(layers):
         for name, layer in zip(_HALVES, pair, strict=True):
             if name in names:
-                made[f"{prefix}.{number}.{name}.key"] = layer.keys
-                made[f"{prefix}.{number}.{name}.value"] = layer.values
-    return made
+                tensors[f"{prefix}.{number}.{name}.key"] = layer.keys
+                tensors[f"{prefix}.{number}.{name}.value"] = layer.values
+    return tensors
 
 
-def keep(half: Any, made: Mapping[str, Tensor], prefix: str, name: str) -> None:
-    """Put the keys and values of all layers, named as ``cached`` does, in the place of those in a half of a cache."""
-    numbers = sum(key.startswith(f"{prefix}.") and key.endswith(f".{name}.key") for key in made)
+def keep(half: Any, tensors: Mapping[str, Tensor], prefix: str, name: str) -> None:
+    """Set the keys and values of all layers of one half of a cache, named as by ``cached``."""
+    numbers = sum(key.startswith(f"{prefix}.") and key.endswith(f".{name}.key") for key in tensors)
     for number in range(numbers):
-        keys, values = (made[f"{prefix}.{number}.{name}.{kind}"] for kind in _KINDS)
+        keys, values = (tensors[f"{prefix}.{number}.{name}.{kind}"] for kind in _KINDS)
         if number < len(half.layers) and half.layers[number].is_initialized:
             half.layers[number].keys, half.layers[number].values = keys, values
         else:

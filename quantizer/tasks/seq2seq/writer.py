@@ -1,10 +1,8 @@
-"""Generation with parts: transformers' own ``generate``, over modules or engines in the place of a model's layers.
+"""Text generation with the parts of a model: transformers' own ``generate``, over modules or engines.
 
-The base of tasks whose model writes text: an encoder that reads, and a decoder that writes token by token.
+Also ``WritingTask``, the base class of such tasks, and the batches that calibrate and check the parts.
 
-Shapes: N rows, B rows of a batch, S tokens that were written.
-
-The batches of a model in parts: those that calibrate it, and the inputs of each part at a shape.
+Shapes: N samples, B samples in a batch, S generated tokens, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _level = 0
 
 
 class Writer(nn.Module):
-    """A model as a module of what it writes: a batch -> ``sequences`` [B x S], without sampling."""
+    """A model as a module that generates greedily: a batch -> ``sequences`` [B x S]."""
 
     def __init__(self, model: Any, tokens: int, *, exactly: bool = False) -> None:
         super().__init__()
@@ -43,12 +41,12 @@ class Writer(nn.Module):
         self.least: dict[str, int] = {"min_new_tokens": tokens} if exactly else {}
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
-        """Return the tokens of each row, filled with padding at its end."""
+        """Return the tokens of each sample, padded at the end."""
         return {"sequences": _generated(self.model, batch, self.tokens, **self.least)}
 
 
 def in_parts(model: Any, parts: Mapping[str, PartRun]) -> Any:
-    """Return a model of transformers that generates by its parts, whatever runs them."""
+    """Return a transformers model whose ``generate`` calls the given parts."""
     kind = type(model)
     with torch.device("meta"):
         shell = kind(model.config)
@@ -59,17 +57,17 @@ def in_parts(model: Any, parts: Mapping[str, PartRun]) -> Any:
 
 
 class _InParts:
-    """The base of classes of transformers whose models run by their parts."""
+    """The base of transformers classes whose forward calls the parts of a model."""
 
     parts: Mapping[str, PartRun]
 
     @property
     def device(self) -> torch.device:
-        """The device of its inputs: the layers of the class itself have no values, and do not run."""
+        """The device of its inputs; the layers of the class are empty and never run."""
         return torch.device("cpu")
 
     def get_encoder(self, *_: Any, **__: Any) -> nn.Module:
-        """Return what runs as the encoder."""
+        """Return the part that runs as the encoder."""
         return _EncoderPart(self.parts[ENCODER])
 
     def forward(
@@ -81,11 +79,11 @@ class _InParts:
         past_key_values: Any = None,
         **others: Any,
     ) -> Any:
-        """Return the logits of the tokens that are read, as the class itself does; the cache is filled in place."""
+        """Return the logits of the given tokens, like the original class; the cache is filled in place."""
         package = transformers_package()
         if encoder_outputs is None:
-            read = {"input_ids": input_ids, "attention_mask": attention_mask, **others}
-            encoder_outputs = self.get_encoder()(**read)
+            encoder_inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **others}
+            encoder_outputs = self.get_encoder()(**encoder_inputs)
         assert decoder_input_ids is not None
         batch: Batch = {"input_ids": decoder_input_ids}
         if attention_mask is not None:
@@ -93,16 +91,16 @@ class _InParts:
         if past_key_values is None:
             past_key_values = package.EncoderDecoderCache(package.DynamicCache(), package.DynamicCache())
         if past_key_values.get_seq_length():
-            made = self.parts[WITH_PAST]({**batch, **cached(past_key_values, CACHE)})
+            outputs = self.parts[WITH_PAST]({**batch, **cached(past_key_values, CACHE)})
         else:
-            made = self.parts[DECODER]({**batch, "encoder_hidden_states": encoder_outputs[0]})
+            outputs = self.parts[DECODER]({**batch, "encoder_hidden_states": encoder_outputs[0]})
         for name, half in halves(past_key_values).items():
-            keep(half, made, PRESENT, name)
-        return package.modeling_outputs.Seq2SeqLMOutput(logits=made["logits"], past_key_values=past_key_values)
+            keep(half, outputs, PRESENT, name)
+        return package.modeling_outputs.Seq2SeqLMOutput(logits=outputs["logits"], past_key_values=past_key_values)
 
 
 class _EncoderPart(nn.Module):
-    """The encoder's part, called as the encoder of a model is."""
+    """The encoder part with the interface of a transformers encoder."""
 
     def __init__(self, run: PartRun) -> None:
         super().__init__()
@@ -110,12 +108,12 @@ class _EncoderPart(nn.Module):
 
     def forward(self, **kwargs: Any) -> Any:
         batch = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
-        made = self.run(batch)["last_hidden_state"]
-        return transformers_package().modeling_outputs.BaseModelOutput(last_hidden_state=made)
+        hidden = self.run(batch)["last_hidden_state"]
+        return transformers_package().modeling_outputs.BaseModelOutput(last_hidden_state=hidden)
 
 
 class Steps(nn.Module):
-    """A model as a module that reads tokens one by one with its own cache: it cannot stray from their path."""
+    """A model as a module that reads given tokens one by one, with its cache, so that all models read the same."""
 
     output_names = ("logits",)
 
@@ -126,7 +124,7 @@ class Steps(nn.Module):
         self.name = name
 
     def forward(self, written: Tensor, **batch: Tensor) -> dict[str, Tensor]:
-        """Return the logits [B x S x V] at each of the tokens [B x S], for what the encoder reads."""
+        """Return the logits [B x S x V] at each of the tokens [B x S], for an encoder input."""
         package = transformers_package()
         cache = package.EncoderDecoderCache(package.DynamicCache(), package.DynamicCache())
         encoded, mask = self.model.get_encoder()(**batch), batch.get("attention_mask")
@@ -141,34 +139,34 @@ class Steps(nn.Module):
 
 
 def read_tokens(model: Any, batch: Batch, tokens: int, *, exactly: bool = False) -> list[Tensor]:
-    """Return what a float decoder reads while it writes: the first tokens [B x S], and each one [B x 1] after."""
-    seen: list[Tensor] = []
+    """Return the tokens that a float decoder reads while it generates: the first [B x S], then one by one [B x 1]."""
+    tokens_read: list[Tensor] = []
 
-    def look(_: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:
-        # A model may look at a recording for its language first, without a cache.
-        if given.get("past_key_values") is not None:
-            seen.append(given["decoder_input_ids"])
+    def look(_: nn.Module, __: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        # A model may first detect the language of a recording, without a cache.
+        if keywords.get("past_key_values") is not None:
+            tokens_read.append(keywords["decoder_input_ids"])
 
     hook = model.register_forward_pre_hook(look, with_kwargs=True)
     try:
-        # One beam: the rows stay in their order.
+        # One beam keeps the order of samples.
         least = {"min_new_tokens": tokens} if exactly else {}
         _generated(model, batch, tokens, num_beams=1, **least)
     finally:
         hook.remove()
-    return seen
+    return tokens_read
 
 
 def _generated(model: Any, batch: Batch, tokens: int, **options: int) -> Tensor:
-    """Return what a model generates without sampling; hints of transformers on how it is called are for its callers."""
+    """Return the greedily generated tokens of a model, without the hints that transformers logs."""
     with _without_hints():
-        made: Tensor = model.generate(**batch, max_new_tokens=tokens, do_sample=False, **options)
-    return made
+        generated: Tensor = model.generate(**batch, max_new_tokens=tokens, do_sample=False, **options)
+    return generated
 
 
 @contextmanager
 def _without_hints() -> Iterator[None]:
-    """Let transformers tell errors alone, as long as any thread is inside: the level is one of the process."""
+    """Silence transformers below errors while any thread is inside; the log level is global."""
     global _generating, _level
     logging: Any = transformers_package().utils.logging
     with _LEVEL:
@@ -186,15 +184,18 @@ def _without_hints() -> Iterator[None]:
 
 
 def written_tokens(sequences: Tensor, padding: int | None) -> list[Tensor]:
-    """Return the tokens of each row without the padding at its end, B tensors [S]."""
+    """Return the tokens of each sample without padding at the end, B tensors [S]."""
     own = torch.ones_like(sequences) if padding is None else sequences != padding
-    return [row[: int(kept.nonzero().max()) + 1 if kept.any() else 0] for row, kept in zip(sequences, own, strict=True)]
+    return [
+        row[: int(is_own.nonzero().max()) + 1 if is_own.any() else 0]
+        for row, is_own in zip(sequences, own, strict=True)
+    ]
 
 
 class WritingTask(CountedTask):
-    """Samples to the tokens that are written for them [N x S], scored by the text that these are.
+    """Samples to generated tokens [N x S], scored by their text.
 
-    A model is called once a batch, and writes: see ``Writer``.
+    A model is called once per batch; see ``Writer``.
     """
 
     output_name = "sequences"
@@ -206,45 +207,45 @@ class WritingTask(CountedTask):
         require_parts(model, self.example())
 
     def collect(self, result: object, batch: Batch) -> Sequence[torch.Tensor]:
-        """Return the tokens that were written for each row, without padding."""
+        """Return the generated tokens of each sample, without padding."""
         return written_tokens(first_output(result, self.output_name), self.tokenizer.pad_token_id)
 
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-        """Return the tokens [N x S]; -1 after the last of a row."""
+        """Return the tokens [N x S], padded with -1."""
         return whole_numbers(outputs)
 
     def texts(self, predictions: Predictions) -> list[str]:
-        """Return what was written for each row, as text."""
-        rows = [tokens[tokens >= 0].tolist() for tokens in predictions.decisions]
-        return [" ".join(self.tokenizer.decode(tokens, skip_special_tokens=True).split()) for tokens in rows]
+        """Return the generated text of each sample."""
+        examples = [tokens[tokens >= 0].tolist() for tokens in predictions.decisions]
+        return [" ".join(self.tokenizer.decode(tokens, skip_special_tokens=True).split()) for tokens in examples]
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
-        """Return the share of tokens and of texts that are those of the float model."""
+        """Return the shares of tokens and of texts on which both models agree."""
         pair = float_predictions.decisions, other.decisions
         return {"equal_tokens": equal_tokens(*pair), "equal_texts": equal_texts(*pair)}
 
 
-def equal_tokens(right: npt.NDArray[Any], found: npt.NDArray[Any]) -> float:
-    """Return the share of places where two models wrote the same token, of those where one of them wrote any.
+def equal_tokens(reference: npt.NDArray[Any], other_tokens: npt.NDArray[Any]) -> float:
+    """Return the share of positions where two models generated the same token, among those where either generated one.
 
     Args:
-        right: tokens [N x S], -1 after the last of a row.
-        found: the same of another model, maybe with another S.
+        reference: tokens [N x S], padded with -1.
+        other_tokens: tokens of the other model, possibly with another S.
     """
-    one, other = _alike(right, found)
-    there = (one >= 0) | (other >= 0)
-    return float((one == other)[there].mean()) if there.any() else 1.0
+    first, second = _alike(reference, other_tokens)
+    present = (first >= 0) | (second >= 0)
+    return float((first == second)[present].mean()) if present.any() else 1.0
 
 
-def equal_texts(right: npt.NDArray[Any], found: npt.NDArray[Any]) -> float:
-    """Return the share of rows for which two models wrote the same tokens; see ``equal_tokens``."""
-    one, other = _alike(right, found)
-    return float((one == other).all(axis=1).mean())
+def equal_texts(reference: npt.NDArray[Any], other_tokens: npt.NDArray[Any]) -> float:
+    """Return the share of samples for which two models generated the same tokens; see ``equal_tokens``."""
+    first, second = _alike(reference, other_tokens)
+    return float((first == second).all(axis=1).mean())
 
 
 def _alike(*tokens: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    longest = max(one.shape[1] for one in tokens)
-    return [np.pad(one, ((0, 0), (0, longest - one.shape[1])), constant_values=-1) for one in tokens]
+    longest = max(array.shape[1] for array in tokens)
+    return [np.pad(array, ((0, 0), (0, longest - array.shape[1])), constant_values=-1) for array in tokens]
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ class PartBatches:
         read: the batch of the encoder, which is that of the whole model.
         parts: the batch of each part, by its name.
         written: tokens that the decoder reads one by one [B x S].
-        first: how many of them it reads at once at the beginning.
+        first: the number of tokens that it reads at once at the beginning.
     """
 
     read: Batch
@@ -270,36 +271,38 @@ class PartBatches:
 
 
 def calibration_batches(model: Any, batches: Sequence[Batch], tokens: int) -> list[Batch]:
-    """Return the batches that calibrate a whole model: what its encoder reads, and what it writes itself for that.
+    """Return the batches that calibrate a whole model: encoder inputs, and the tokens generated from them.
 
-    A decoder reads the tokens of a row at once, which gives the same ranges as one by one with a cache.
+    The decoder reads all tokens at once, which gives the same ranges as one by one with a cache.
     """
-    made = []
+    result = []
     with loop("write", unit="batch") as writing:
         for done, batch in enumerate(batches, start=1):
             ids = torch.cat(read_tokens(model, batch, tokens), dim=1)
             mask = batch.get("attention_mask")
             if mask is not None and mask.shape == ids.shape and ids.shape[1] > 1:
-                # Of two sequences of one length it cannot be told whose padding a mask is of.
+                # With equal lengths, the mask could be that of either sequence.
                 ids = ids[:, :-1]
-            made.append({**batch, "decoder_input_ids": ids})
+            result.append({**batch, "decoder_input_ids": ids})
             writing.reach(done, len(batches))
-    return made
+    return result
 
 
 def part_batches(model: Any, parts: dict[str, nn.Module], read: Batch, steps: int) -> PartBatches:
-    """Return what each part reads, for a batch of the encoder, after a few tokens were written."""
-    rows = len(next(iter(read.values())))
-    seen = read_tokens(model, rows_at(read, (0,)), steps, exactly=True)
-    first, written = seen[0].shape[1], torch.cat(seen, dim=1).repeat(rows, 1)
+    """Return the inputs of each part for an encoder batch, after ``steps`` generated tokens."""
+    batch_size = len(next(iter(read.values())))
+    tokens_read = read_tokens(model, rows_at(read, (0,)), steps, exactly=True)
+    first, written = tokens_read[0].shape[1], torch.cat(tokens_read, dim=1).repeat(batch_size, 1)
     mask = {"encoder_attention_mask": read["attention_mask"]} if "attention_mask" in read else {}
     if mask and read["attention_mask"].shape == written.shape:
-        # Values at tokens are told from others by their number.
+        # Axes of tokens are recognized by their length.
         written = written[:, :-1]
     with torch.no_grad():
         encoded = {"encoder_hidden_states": parts[ENCODER](**read)["last_hidden_state"], **mask}
-        made = parts[DECODER](input_ids=written[:, :-1], **encoded)
-    past = {f"{CACHE}{name.removeprefix(PRESENT)}": one for name, one in made.items() if name.startswith(PRESENT)}
+        outputs = parts[DECODER](input_ids=written[:, :-1], **encoded)
+    past = {
+        f"{CACHE}{name.removeprefix(PRESENT)}": value for name, value in outputs.items() if name.startswith(PRESENT)
+    }
     batches = {
         ENCODER: read,
         DECODER: {"input_ids": written[:, :first], **encoded},

@@ -78,7 +78,7 @@ def test_estimates_are_rounded_to_what_they_are_worth(seconds: float, words: str
 
 def _report(folder: Path, model: str, seconds: float) -> None:
     folder.mkdir(parents=True)
-    stages = [{"name": "export", "seconds": seconds}, {"name": "check", "seconds": 0.5, "inside": "export"}]
+    stages = [{"name": "export", "seconds": seconds}, {"name": "check", "seconds": 0.5, "parent": "export"}]
     (folder / "report.json").write_text(json.dumps({"model": model, "stages": stages}))
 
 

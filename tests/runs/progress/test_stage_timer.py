@@ -33,7 +33,7 @@ def test_a_log_has_plain_lines_without_cursor_codes() -> None:
     console, stream = _console()
     timer = _stages(console)
     assert stream.getvalue().splitlines() == ["[1/2] load", "  a line", "[2/2] export"]
-    assert [(stage.name, stage.inside) for stage in timer.done] == [
+    assert [(stage.name, stage.parent) for stage in timer.done] == [
         ("inside", "load"),
         ("load", None),
         ("export", None),

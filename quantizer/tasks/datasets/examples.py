@@ -1,20 +1,18 @@
-"""The rows of a data set, the registry of data sets, and how one is read.
+"""The examples of data sets, the registry of data sets, and ``load_examples``.
 
-A data set is a function ``(path, split, subset) -> list[Row]`` in a file of its own, registered by name:
+An example is one labelled entry of a data set: a text with its class, an image with its boxes. A data set is a function
+``(path, split, subset) -> list[Example]``, registered by name, that returns all examples:
 
-@datasets.add("my-data")
-    def read_my_data(path: Path | None, split: str | None, subset: str | None) -> list[Row]: ...
+    @datasets.add("my-data")
+    def read_my_data(path: Path | None, split: str | None, subset: str | None) -> list[Example]: ...
 
-It returns all rows; ``load_rows`` takes the part that a run asks for.
+Helpers for readers check paths and options, and read CSV files with a header and files of JSON lines. The data set
+``choices-jsonl`` has questions with answers to choose from, one JSON object per line:
 
-Columns of a CSV file with a header, by their names; the objects of a file of JSON lines.
+    {"question": "What flies?", "choices": ["a cat", "a plane"], "label": 1}
 
-The data set ``choices-jsonl``: questions with answers to choose from, one object of JSON a line.
-
-{"question": "What flies?", "choices": ["a cat", "a plane"], "label": 1}
-
-A text that the question is about may stand beside it as ``context``. A label is the place of the right choice from 0,
-or its text; it may also be called ``answer``. Other keys are ignored.
+``context`` may hold a text that the question is about. A label is the place of the right choice, from 0, or its text;
+the key may also be ``answer``. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -75,14 +73,14 @@ class Speech:
 
 @dataclass(frozen=True)
 class Plain:
-    """One text, whose own words are what is right: for models that fill in or go on."""
+    """One text without a label, for language models, which predict its own tokens."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A text, and the text that is to be written for it: its translation, its summary."""
+    """A text and its target text, such as a translation or a summary."""
 
     text: str
     target: str
@@ -98,7 +96,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a text, and its answers as (text, first character in the context); none: it has no answer."""
+    """A question about a text, and its answers as (text, first character in the context); () if unanswerable."""
 
     question: str
     context: str
@@ -107,7 +105,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Choices:
-    """A question, the text that it is about or "", answers to choose from, and the place of the right one."""
+    """A question, its context or "", the answers to choose from, and the index of the right answer."""
 
     question: str
     context: str
@@ -117,7 +115,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Masked:
-    """One image file, and the file with the class number of each of its pixels."""
+    """One image file, and the file with the class number of each pixel."""
 
     path: Path
     mask: Path
@@ -125,7 +123,7 @@ class Masked:
 
 @dataclass(frozen=True)
 class Depths:
-    """One image file, and the file with the distance at each of its pixels."""
+    """One image file, and the file with the distance at each pixel."""
 
     path: Path
     depths: Path
@@ -133,9 +131,9 @@ class Depths:
 
 @dataclass(frozen=True)
 class Boxes:
-    """One image file, and its objects: boxes as (x, y, width, height) in pixels, and the class of each.
+    """One image file and its objects: boxes as (x, y, width, height) in pixels, and the class of each.
 
-    A crowd is a box around many objects: what is found in it counts neither as right nor as wrong.
+    A crowd is a box around many objects; detections inside it count neither as right nor as wrong.
     """
 
     path: Path
@@ -145,9 +143,9 @@ class Boxes:
 
 
 _MOST_DIGITS = 9
-"""The limit on the digits of a class number: no model has so many classes, and more may not fit in 64 bits."""
+"""The most digits of a class number, so that it fits in 64 bits."""
 
-Row: TypeAlias = (
+Example: TypeAlias = (
     Audio
     | Boxes
     | Choices
@@ -164,21 +162,21 @@ Row: TypeAlias = (
     | str
     | Path
 )
-"""What one sample is made of, and its label; a text or a file alone has none, and cannot be scored."""
+"""An entry of a data set. A text or a path alone has no label: it can calibrate, but not be scored."""
 
 
-def content_of(rows: Sequence[Row]) -> str:
-    """Return a hash of the content of rows; for images and recordings also of their files, which may change."""
-    whole = hashlib.sha256()
-    for row in rows:
-        whole.update(repr(row).encode())
-        if isinstance(row, Audio | Boxes | Depths | Image | Masked | Speech | Path):
-            whole.update(_file_digest(row if isinstance(row, Path) else row.path))
-        if isinstance(row, Depths):
-            whole.update(_file_digest(row.depths))
-        if isinstance(row, Masked):
-            whole.update(_file_digest(row.mask))
-    return whole.hexdigest()
+def content_of(examples: Sequence[Example]) -> str:
+    """Return a SHA-256 of the content of examples, including the content of their files."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(repr(example).encode())
+        if isinstance(example, Audio | Boxes | Depths | Image | Masked | Speech | Path):
+            digest.update(_file_digest(example if isinstance(example, Path) else example.path))
+        if isinstance(example, Depths):
+            digest.update(_file_digest(example.depths))
+        if isinstance(example, Masked):
+            digest.update(_file_digest(example.mask))
+    return digest.hexdigest()
 
 
 def _file_digest(path: Path) -> bytes:
@@ -189,32 +187,32 @@ def _file_digest(path: Path) -> bytes:
         raise TaskError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-datasets: Registry[Callable[[Path | None, str | None, str | None], list[Row]]] = Registry("data set")
+datasets: Registry[Callable[[Path | None, str | None, str | None], list[Example]]] = Registry("data set")
 
 
 def refuse_options(name: str, *, split: str | None, subset: str | None) -> None:
-    """Raise ``TaskError`` if a split or a subset is asked of a data set that has none."""
+    """Raise ``TaskError`` if a split or subset is requested from a data set without any."""
     for option, value in (("split", split), ("subset", subset)):
         if value is not None:
             raise TaskError(
-                f"data set {name!r} has no {option}s, but {option}={value!r} was asked for: remove it, and name "
-                f"another file in 'path' instead"
+                f"data set {name!r} has no {option}s, but {option}={value!r} was given: remove it, and set "
+                f"'path' to another file instead"
             )
 
 
 def require_file(name: str, path: Path | None) -> Path:
-    """Return the path of a data set's file, with ``~`` expanded."""
+    """Return the path of a data set's file, with ``~`` expanded; raise ``TaskError`` if it does not exist."""
     return _required(name, path, "file", "folder")
 
 
 def require_folder(name: str, path: Path | None) -> Path:
-    """Return the path of a data set's folder, with ``~`` expanded."""
+    """Return the path of a data set's folder, with ``~`` expanded; raise ``TaskError`` if it does not exist."""
     return _required(name, path, "folder", "file")
 
 
 def _required(name: str, path: Path | None, kind: str, other: str) -> Path:
     if path is None:
-        raise TaskError(f"data set {name!r} reads a {kind} of yours, but no path was given: set 'path'")
+        raise TaskError(f"data set {name!r} needs a {kind}, but no path was given: set 'path'")
     path = expanded(path)
     is_kind = {"file": is_file, "folder": is_folder}
     if is_kind[other](path):
@@ -225,14 +223,14 @@ def _required(name: str, path: Path | None, kind: str, other: str) -> Path:
 
 
 def class_number(label: str) -> int | None:
-    """Return a label as a class number; None if it is not a whole number from 0, or is too large."""
+    """Return a label as a class number; None for anything but an integer from 0 with at most 9 digits."""
     # isdecimal alone also accepts digits of other scripts, which no label file has on purpose.
     digits = label.lstrip("0") or label[:1]
     return int(digits) if label.isascii() and label.isdecimal() and len(digits) <= _MOST_DIGITS else None
 
 
 def read_lines(name: str, path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file, with their line ends (a CSV field may hold one)."""
+    """Return the lines of a UTF-8 file with their line ends, which a quoted CSV field may contain."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             return file.readlines()
@@ -242,79 +240,79 @@ def read_lines(name: str, path: Path) -> list[str]:
         raise TaskError(f"data set {name!r}: cannot read {path}: {error.strerror or error}") from error
 
 
-def read_columns(name: str, file: Path, wanted: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place (``FILE:LINE``) and the wanted fields of each line; nothing if the file is empty."""
+def read_columns(name: str, file: Path, columns: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the position (``FILE:LINE``) and the requested fields of each line of a CSV file with a header."""
     reader = csv.reader(read_lines(name, file), strict=True)
     try:
         first = next(reader, None)
         if first is None:
             return
         header = [column.strip() for column in first]
-        places = [next((header.index(name) for name in names if name in header), None) for names in wanted]
-        if None in places:
-            expected = " and ".join(" or ".join(map(repr, names)) for names in wanted)
+        indices = [next((header.index(name) for name in names if name in header), None) for names in columns]
+        if None in indices:
+            expected = " and ".join(" or ".join(map(repr, names)) for names in columns)
             raise TaskError(f"{file}:1: the columns are {header}, expected a header line with {expected}")
         for fields in filter(None, reader):
             where = f"{file}:{reader.line_num}"
             if len(fields) != len(header):
                 raise TaskError(f"{where}: {len(fields)} fields, expected {len(header)} as in the header")
-            yield where, [fields[place].strip() for place in places if place is not None]
+            yield where, [fields[index].strip() for index in indices if index is not None]
     except csv.Error as error:
         raise TaskError(f"{file}:{reader.line_num}: not CSV ({error})") from error
 
 
 def read_objects(name: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place (``FILE:LINE``) and the object of each line of a file of JSON lines; empty lines are skipped."""
+    """Yield the position (``FILE:LINE``) and the object of each non-empty line of a file of JSON lines."""
     for number, line in enumerate(read_lines(name, file), start=1):
         if not line.strip():
             continue
         where = f"{file}:{number}"
         try:
-            told = json_values(line)
+            values = json_values(line)
         except ValueError as error:
             raise TaskError(f"{where}: not JSON ({error})") from error
-        if not isinstance(told, dict):
+        if not isinstance(values, dict):
             raise TaskError(f'{where}: {line.strip()[:60]!r}, expected an object like {{"key": "value"}}')
-        yield where, told
+        yield where, values
 
 
 _FORM = '{"question": "What flies?", "choices": ["a cat", "a plane"], "label": 1}'
 
 
 @datasets.add("choices-jsonl")
-def read_choices(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all questions of a file."""
+def read_choices(path: Path | None, split: str | None, subset: str | None) -> list[Example]:
+    """Return all questions of a file of JSON lines."""
     refuse_options("choices-jsonl", split=split, subset=subset)
     file = require_file("choices-jsonl", path)
-    return [_row(told, where) for where, told in read_objects("choices-jsonl", file)]
+    return [_choices(values, where) for where, values in read_objects("choices-jsonl", file)]
 
 
-def _row(told: dict[str, Any], where: str) -> Choices:
-    question, context = told.get("question", ""), told.get("context", "")
-    choices: Any = told.get("choices")
-    label = told.get("label", told.get("answer"))
-    texts = isinstance(choices, list) and len(choices) > 1 and all(isinstance(one, str) for one in choices)
+def _choices(values: dict[str, Any], where: str) -> Choices:
+    question, context = values.get("question", ""), values.get("context", "")
+    choices: Any = values.get("choices")
+    label = values.get("label", values.get("answer"))
+    texts = isinstance(choices, list) and len(choices) > 1 and all(isinstance(choice, str) for choice in choices)
     if not texts or not isinstance(question, str) or not isinstance(context, str) or not (question or context):
         raise TaskError(f"{where}: expected a question or a context and two choices or more, as in {_FORM}")
-    place = _place(label, choices)
-    if place is None:
+    index = _place(label, choices)
+    if index is None:
         raise TaskError(
-            f"{where}: the label is {label!r}, expected the place of the right choice, 0 to {len(choices) - 1}, or its "
+            f"{where}: the label is {label!r}, expected the index of the right choice, 0 to {len(choices) - 1}, or its "
             "text"
         )
-    return Choices(question, context, tuple(choices), place)
+    return Choices(question, context, tuple(choices), index)
 
 
 def _place(label: object, choices: list[str]) -> int | None:
-    """Return the place that a label names; None if it names none."""
+    """Return the index of the choice that a label names; None if it names none."""
     if isinstance(label, str) and choices.count(label) == 1:
         return choices.index(label)
-    # True is a number of Python, and no place.
-    named = class_number(str(label)) if isinstance(label, int | str) and not isinstance(label, bool) else None
-    return named if named is not None and named < len(choices) else None
+    # True is an int in Python, but not an index.
+    number = class_number(str(label)) if isinstance(label, int | str) and not isinstance(label, bool) else None
+    return number if number is not None and number < len(choices) else None
 
 
-def load_rows(
+def load_examples(
     name: str,
     *,
     path: str | Path | None = None,
@@ -322,43 +320,45 @@ def load_rows(
     subset: str | None = None,
     samples: int | None = None,
     offset: int = 0,
-) -> list[Row]:
-    """Return rows ``offset`` to ``offset + samples`` of a data set, in its own order.
+) -> list[Example]:
+    """Return examples ``offset`` to ``offset + samples`` of a data set, in the order of the data set.
 
     Args:
         name: a registered data set ("image-csv", "image-folder", "stsb-csv", "sst2-text", "text-csv", "vader").
         path: the file or folder, for data sets that read one.
         split: the split, for data sets that have splits.
         subset: the subset, for data sets that have subsets.
-        samples: the number of samples; None: all from ``offset`` on.
-        offset: the number of samples to skip at the start.
+        samples: the number of examples; None: all from ``offset`` on.
+        offset: the number of examples to skip at the start.
 
     Raises:
         ConfigError: no data set has this name.
-        TaskError: the data cannot be read, a line is malformed, or there are fewer samples than asked for.
+        TaskError: the data cannot be read, a line is malformed, or there are fewer samples than requested.
     """
     if offset < 0 or (samples is not None and samples < 1):
         raise TaskError(
             f"data set {name!r}: samples={samples} and offset={offset}, expected samples >= 1 and offset >= 0"
         )
-    return part_of_rows(whole_data(name, path, split, subset), name, path, samples, offset)
+    return part_of_examples(all_examples(name, path, split, subset), name, path, samples, offset)
 
 
-def whole_data(name: str, path: str | Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all rows of a data set; arguments and errors as those of ``load_rows``."""
+def all_examples(name: str, path: str | Path | None, split: str | None, subset: str | None) -> list[Example]:
+    """Return all examples of a data set; see ``load_examples``."""
     return datasets[name](None if path is None else Path(path), split, subset)
 
 
-def part_of_rows(found: list[Row], name: str, path: str | Path | None, samples: int | None, offset: int) -> list[Row]:
-    """Return a part of the rows of a whole data set; arguments and errors as those of ``load_rows``."""
+def part_of_examples(
+    examples: list[Example], name: str, path: str | Path | None, samples: int | None, offset: int
+) -> list[Example]:
+    """Return examples ``offset`` to ``offset + samples`` of all examples; see ``load_examples``."""
     where = f"data set {name!r}" + (f" ({path})" if path is not None else "")
-    if not found:
+    if not examples:
         raise TaskError(f"{where} has no samples: check that this is the right file")
-    if offset >= len(found):
-        raise TaskError(f"{where} has {len(found)} samples, so offset={offset} leaves none: lower it")
-    if samples is not None and offset + samples > len(found):
+    if offset >= len(examples):
+        raise TaskError(f"{where} has {len(examples)} samples, so offset={offset} leaves none: lower it")
+    if samples is not None and offset + samples > len(examples):
         raise TaskError(
-            f"{where} has {len(found)} samples, fewer than offset={offset} and samples={samples} ask for "
+            f"{where} has {len(examples)} samples, fewer than offset={offset} and samples={samples} ask for "
             f"({offset + samples}): lower one of them, or leave 'samples' out to take all"
         )
-    return found[offset:] if samples is None else found[offset : offset + samples]
+    return examples[offset:] if samples is None else examples[offset : offset + samples]
