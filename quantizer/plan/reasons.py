@@ -66,138 +66,147 @@ class ReasonCode(_Template):
     SPARSE = "an operand is a sparse tensor"
     NOT_TENSORS = "its operands are not floating-point tensors"
     EMPTY = "an operand was empty in every call"
-    VARIES = "an operand is a parameter in one call and something else in another"
+    VARIES = "an operand is a parameter in some calls, but not in others"
     FROM_PARAMETERS = "an operand is computed from parameters at each call, {why}"
-    PARAMETERS_ALONE = "its operands are parameters alone"
-    TABLE = "the table of the embedding is no parameter"
+    PARAMETERS_ALONE = "all of its operands are parameters"
+    TABLE = "the embedding table is not a parameter"
     ATTENTION_PARAMETER = "an operand of the attention is a parameter"
     ADD_BROADCASTS = "the add broadcasts an operand"
     ADD_PARAMETER = "an operand of the add is a parameter"
-    ADD_UNWEIGHTED = "no operand of the add comes from a weighted product"
-    ADD_ONE_PRODUCT = "both operands of the add come from one product"
-    ADD_SCORES = "an operand of the add comes from a product of two activations, as scores do"
-    ADD_MASK = "it adds a mask: beside its lowest number no step is left for the other values"
+    ADD_UNWEIGHTED = "no operand of the add comes from a layer with weights"
+    ADD_ONE_PRODUCT = "both operands of the add come from the same layer"
+    ADD_SCORES = "an operand of the add comes from a MatMul of two activations, as attention scores do"
+    ADD_MASK = "it adds a mask, whose large negative values leave no precision for the other values"
     OPERAND_UNSEEN = "an operand was not observed"
-    NONE_SEEN = "no operand observed"
+    NONE_SEEN = "no operand was observed"
 
-    NOT_OF_CONVOLUTION = "it is not the result of a convolution that is quantized"
+    NOT_OF_CONVOLUTION = "it is not the output of a quantized convolution"
 
-    EQUALIZED_BEHIND = "the equalized convolution that reads it rounds it: one quantizer serves both"
+    EQUALIZED_BEHIND = "the equalized convolution that reads it already quantizes it"
 
     # One operand.
-    NO_VALUE = "no value of it was seen"
-    ONLY_ZEROS = "all its values in calibration were 0, so that no range of it is known"
-    WEIGHTS_ALONE = "weights alone are quantized here"
-    UNREGISTERED = "the weight is a parameter that no module of the model has registered"
-    OFFLOADED = "the weight is offloaded: it is loaded for each call, and the model holds none to store as integers"
-    NO_BLOCKS = "a weight of {axes} axes has no blocks of input channels"
-    INDIVISIBLE = "its block size does not divide its input channels"
-    SQNR = "{dtype} does not hold it: SQNR {sqnr} dB, below {limit} dB"
-    SCALE_TOO_SMALL = "its largest value, {amax}, needs a scale below {least}, the least normal number of {dtype}"
-    SCALE_TOO_LARGE = "its largest value, {amax}, needs a scale beyond {dtype}"
+    NO_VALUE = "calibration observed no value of it"
+    ONLY_ZEROS = "all of its values in calibration were 0, so its range is unknown"
+    WEIGHTS_ALONE = "only weights are quantized in this format"
+    UNREGISTERED = "the weight is a parameter that no module of the model registers"
+    OFFLOADED = "the weight is offloaded and loaded at each call, so the model has no weight to store as integers"
+    NO_BLOCKS = "a weight with {axes} axes cannot be split into blocks of input channels"
+    INDIVISIBLE = "the number of its input channels is not a multiple of the block size"
+    SQNR = "its SQNR in {dtype} is {sqnr} dB, below the limit of {limit} dB"
+    SCALE_TOO_SMALL = (
+        "its largest magnitude, {amax}, needs a scale below {least}, the smallest normal number of {dtype}"
+    )
+    SCALE_TOO_LARGE = "its largest magnitude, {amax}, needs a scale beyond the range of {dtype}"
 
     # The output of the model.
-    COSTLY_ATTENTION = "rounding the products of attention costs the model's output {cost} dB"
+    COSTLY_ATTENTION = "quantizing the attention lowers the SQNR of the model's output by {cost} dB"
 
     # The target.
-    NO_GAIN = "{target} gains nothing from this kind of site"
+    NO_GAIN = "{target} gains nothing from quantizing this kind of site"
     NO_KERNEL = "{target} has no integer kernel for {operation}"
-    NO_DYNAMIC = "{target} has no kernel that takes the ranges of this kind of site at run time"
-    DYNAMIC_BLOCKS = "{target} takes ranges of blocks of {block} at run time, and K = {size} is no multiple of that"
-    VECTOR = "M = 1, a matrix-vector product: slower quantized than float on {target}"
-    SMALL_PRODUCT = "{axis} = {size} is below {least}: slower quantized than float on {target}"
+    NO_DYNAMIC = "{target} has no dynamic quantization kernel for this kind of site"
+    DYNAMIC_BLOCKS = "dynamic quantization on {target} needs K to be a multiple of {block}, but K = {size}"
+    VECTOR = "M = 1, a matrix-vector multiplication: slower quantized than in float on {target}"
+    SMALL_PRODUCT = "{axis} = {size} is below {least}: slower quantized than in float on {target}"
     WRONG_CONVOLUTION = (
-        "a kernel {width} wide over {channels} input channels: {target} computes it wrongly in integers on {where}"
+        "{target} gives wrong results for an INT8 convolution with kernel width {width} and {channels} input channels "
+        "on {where}"
     )
-    RECURRENCE = "{target} runs all steps of this {kind} in one float kernel, and gains nothing from a loop"
+    RECURRENCE = "{target} runs this {kind} in one float kernel, and a quantized loop is not faster"
     SMALL_RECURRENCE = (
-        "its recurrent product has {weights} weights, fewer than {least}: slower in a quantized loop on {target} than "
-        "in one float kernel"
+        "its recurrent weight has {weights} elements, fewer than {least}: on {target} a quantized loop is slower than "
+        "the float kernel"
     )
-    SMALL_TABLE = "a table of {numbers} numbers, fewer than {least}: codes would save little"
-    TABLE_CODES = "rows of a table are looked up in codes of int8 with a scale for each row, and in no others"
-    TABLE_LIMITED = "its lookup limits norms (max_norm), so it writes to its table"
-    TABLE_READ = "its table stays in floats for others, {where}: codes would come beside it"
-    RECURRENT_FORMAT = "a recurrent layer takes INT8 or FP8 of fixed ranges for weights and activations"
-    TORN_RECURRENCE = "another product of its recurrent layer is not quantized: {why}"
-    ONE_SIDED_ADD = "{skipping} skips the block and is float ({why}): on {target} the product is rounded for nothing"
-    HEAD_SIZE = "head size {head} is none of {sizes}: {target} fuses no attention in {dtype} with it"
-    HEAD_MULTIPLE = "head size {head} is no multiple of {multiple}: {target} fuses no attention in {dtype} with it"
-    SEQUENCE = "a sequence of {sequence} is longer than {longest}: {target} fuses no attention in {dtype} with it"
+    SMALL_TABLE = "its embedding table has {numbers} elements, fewer than {least}: integers would save little memory"
+    TABLE_CODES = "embedding tables are quantized only to int8 with one scale per row"
+    TABLE_LIMITED = "its lookup renormalizes the embedding table in place (max_norm)"
+    TABLE_READ = "its embedding table is also read in float ({where}), so quantizing would store it twice"
+    RECURRENT_FORMAT = "a recurrent layer needs INT8 or FP8 with static ranges for weights and activations"
+    TORN_RECURRENCE = "another MatMul of its recurrent layer is not quantized: {why}"
+    ONE_SIDED_ADD = (
+        "its skip connection {skipping} is not quantized ({why}): on {target} quantizing only the other operand gains "
+        "nothing"
+    )
+    HEAD_SIZE = "{target} has no fused attention in {dtype} for head size {head}; supported sizes: {sizes}"
+    HEAD_MULTIPLE = (
+        "{target} has no fused attention in {dtype} for head size {head}, which is not a multiple of {multiple}"
+    )
+    SEQUENCE = "{target} has no fused attention in {dtype} for {sequence} tokens; the longest sequence is {longest}"
     TORN_ATTENTION = (
-        "not all products of this attention are in FP8: query, key, value and softmax go together or not at all"
+        "not all MatMuls of this attention are in FP8: query, key, value and softmax must be quantized together"
     )
 
     # Fallback.
     RANKED = "kept in float by fallback({asked}): rank {rank}"
     FALLBACK = "kept in float by fallback({asked})"
     SLOWER = "slower in low precision than in float: {low} us, float {float}, {where}"
-    IN_FLOAT32 = "{why}, in float32: calibration saw {largest} here, and float16 ends at {end}"
+    IN_FLOAT32 = "{why}, in float32: calibration observed {largest} here, and the maximum of float16 is {end}"
 
     # The text of the model: what cannot be rewritten, and what to write instead.
     SCRIPTED = (
-        "TorchScript compiled it, and no Python code of it is left, so it is not quantized; to quantize it, put the "
-        "module there that was compiled"
+        "TorchScript compiled it and its Python source is not available, so it is not quantized; to quantize it, use "
+        "the original module"
     )
     PASSED_ON = (
-        "{function}() is passed on as a value here instead of being called, so what it computes is not quantized; to "
-        "quantize it, call it in the code of a module"
+        "{function}() is passed on as a value here instead of being called, so it is not quantized; to quantize it, "
+        "call it in the code of a module"
     )
-    IN_F_STRING = "inside an f-string it is not quantized; to quantize it, compute it before"
-    IN_INNER_CLASS = "in a class inside a function it is not quantized; to quantize it, define the class outside"
+    IN_F_STRING = "a call inside an f-string is not quantized; to quantize it, compute it before the f-string"
+    IN_INNER_CLASS = (
+        "a class defined inside a function is not quantized; to quantize it, define the class outside the function"
+    )
     HIDDEN_MODULE = (
-        "an inner function has an argument {name} too, which hides the module, so it is not quantized; to quantize it, "
-        "rename that argument"
+        "an argument {name} of an inner function hides the module, so it is not quantized; to quantize it, rename "
+        "that argument"
     )
     OUT_ARGUMENT = (
-        "out= writes into a tensor of the caller, so it is not quantized; to quantize it, use what it returns"
+        "out= writes into a tensor of the caller, so it is not quantized; to quantize it, use the return value"
     )
     METHOD_APART = (
-        "its name and its parenthesis are on different lines, so it is not quantized; to quantize it, join the lines"
+        "the method name and its parenthesis are on different lines, so it is not quantized; to quantize it, join the "
+        "lines"
     )
-    IN_PLACE = "in place on {where} it is not quantized; to quantize it, compute it in a local variable"
-    NO_OPERATOR = "the operator's place was not found in the text, so it is not quantized"
-    INNER_GLOBAL = "a function in it declares a global, so it is not quantized; to quantize it, move that function out"
+    IN_PLACE = "an in-place operation on {where} is not quantized; to quantize it, compute it in a local variable"
+    NO_OPERATOR = "the operator was not found in the source, so it is not quantized"
+    INNER_GLOBAL = "an inner function declares a global, so it is not quantized; to quantize it, move that function out"
     BOUND_GLOBAL = (
-        "it binds the global {name} by something else than an assignment, so it is not quantized; to quantize it, "
-        "assign "
+        "it binds the global {name} without an assignment statement, so it is not quantized; to quantize it, assign "
         "to the global"
     )
     READS_LOCALS = (
-        "the function reads locals(), where one more argument would show, so it is not quantized; to quantize it, make "
-        "it a method"
+        "the function calls locals(), which would show an added argument, so it is not quantized; to quantize it, "
+        "make it a method"
     )
     ASSIGNS_MODULE = (
-        "the function assigns to its argument {name}, so it is not quantized; to quantize it, give what it assigns "
-        "another name"
+        "the function assigns to its argument {name}, so it is not quantized; to quantize it, assign to another name"
     )
-    EINSUM_STARRED = "an einsum with starred arguments is not quantized; to quantize it, write them out"
+    EINSUM_STARRED = "an einsum with starred arguments is not quantized; to quantize it, write out each operand"
     EINSUM_UNSPELLED = (
-        "an einsum whose equation does not stand in the text is not quantized; to quantize it, write it as a string in "
-        "the call"
+        "an einsum whose equation is not a string literal is not quantized; to quantize it, write the equation in the "
+        "call"
     )
-    EINSUM_OF_ONE = "an einsum of 1 operand: a product has two"
-    EINSUM_OF_MANY = "an einsum of {count} operands is not quantized; to quantize it, write it as einsums of two"
+    EINSUM_OF_ONE = "an einsum with 1 operand is not a matrix multiplication"
+    EINSUM_OF_MANY = (
+        "an einsum with {count} operands is not quantized; to quantize it, split it into einsums with two operands"
+    )
     EINSUM_TWICE = (
-        "an einsum with a label twice in one operand is not quantized; to quantize it, take the diagonal of that "
-        "operand "
-        "first"
+        "an einsum that repeats a label in one operand is not quantized; to quantize it, take the diagonal of that "
+        "operand first"
     )
     REPLACED_FORWARD = (
-        "its forward was replaced on this module, so what runs there is not quantized; to quantize it, write it in the "
+        "the forward of this module instance was replaced, so it is not quantized; to quantize it, write it in the "
         "class"
     )
     KEPT_FUNCTION = (
-        "what the function kept as {name} computes is not quantized, as it is an attribute of the module; to quantize "
-        "it, make it a method of the class"
+        "the function in the module's attribute {name} is not quantized; to quantize it, make it a method of the class"
     )
     LATE_DECORATOR = (
-        "{name} was made static or a class method outside of its definition, so what it computes is not quantized; to "
-        "quantize it, decorate it in its class"
+        "{name} was made a static or class method outside of its definition, so it is not quantized; to quantize it, "
+        "decorate it in its class"
     )
     HELD_BY_DECORATOR = (
-        "the decorators of {name} hold it in a way that cannot be cloned, so what it computes is not quantized; to "
-        "quantize it, write them with functools.wraps"
+        "the decorators of {name} cannot be cloned, so it is not quantized; to quantize it, write them with "
+        "functools.wraps"
     )
 
     OTHER = "{text}"

@@ -357,7 +357,7 @@ def test_attention_that_costs_most_stays_float(
     assert len(products) == 2
     for entry in products:
         assert entry.quantized != left
-        assert entry.reason.startswith("rounding the products of attention costs the model's output ") == left
+        assert entry.reason.startswith("quantizing the attention lowers the SQNR of the model's output by ") == left
     assert all(entry.quantized for entry in q.plan.values() if entry.kind == "linear")
     # Without these products other ranges may be better: the search goes on from where it ended.
     assert starts == ([None, chosen[0]] if left else [None])
@@ -370,7 +370,7 @@ def test_without_a_search_attention_stays_float_where_it_costs_much(tokens: int,
     q = calibrated(Attention(30.0).eval(), batches, backend="openvino", preset="fast")
     products = [entry for entry in q.plan.values() if entry.kind == "matmul"]
     assert [entry.quantized for entry in products] == [not left] * 2
-    costs = "rounding the products of attention costs the model's output "
+    costs = "quantizing the attention lowers the SQNR of the model's output by "
     assert [entry.reason.startswith(costs) for entry in products] == [left] * 2
 
 

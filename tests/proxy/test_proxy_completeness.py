@@ -221,7 +221,7 @@ def test_a_module_that_torchscript_compiled(compiled: Any) -> None:
     assert _reasons(q) == {Reason.UNREADABLE.value: 8 * 32 * 32}
     (left,) = q.coverage.not_quantized
     assert (left.path, left.detail) == ("compiled", "Sequential, compiled by TorchScript")
-    assert "TorchScript compiled it, and no Python code of it is left" in " ".join(q.coverage.text().split())
+    assert "TorchScript compiled it and its Python source is not available" in " ".join(q.coverage.text().split())
 
 
 class Doubled(nn.Module):
@@ -263,7 +263,7 @@ def test_a_cell_of_a_recurrence_whose_state_is_always_zero() -> None:
     q = _calibrated(nn.LSTMCell(32, 16), torch.randn(3, 32))
     assert q.coverage.multiply_adds == 3 * 4 * 16 * (32 + 16)
     assert q.coverage.share == 0
-    assert "all its values in calibration were 0" in " ".join(q.coverage.text().split())
+    assert "all of its values in calibration were 0" in " ".join(q.coverage.text().split())
 
 
 def test_an_encoder_layer_of_torch() -> None:

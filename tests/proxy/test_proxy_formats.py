@@ -125,7 +125,7 @@ def test_a_convolution_has_no_blocks_and_stays_float() -> None:
     quantizer.calibrate(convolution, [(torch.randn(2, 16, 8, 8),)])
     (site,) = [entry for entry in quantizer.plan.values() if entry.multiply_adds]
     assert not site.quantized
-    assert site.reason == "a weight of 4 axes has no blocks of input channels"
+    assert site.reason == "a weight with 4 axes cannot be split into blocks of input channels"
     assert not any(entry.quantized for entry in site.operands)
 
 
@@ -160,7 +160,7 @@ def test_fp8_attention_is_whole_or_not_at_all() -> None:
     quantizer = calibrated(Net().eval(), dtype="fp8", exclude={"sites": ["attention.forward.matmul_1"]})
     first = quantizer.plan["attention.forward.matmul_0"]
     assert not first.quantized
-    assert "query, key, value and softmax go together or not at all" in first.reason
+    assert "query, key, value and softmax must be quantized together" in first.reason
     assert quantizer.plan["attention.query.forward.linear_0"].quantized
     in_int8 = calibrated(Net().eval(), exclude={"sites": ["attention.forward.matmul_1"]})
     assert in_int8.plan["attention.forward.matmul_0"].quantized

@@ -81,12 +81,14 @@ SITES = {
 PASSED_ON = ("power.matmul_0", "power.matmul_1", "attend.matmul_0", "scores.matmul_0")
 # Products that are not quantized, with the reason.
 SKIPPED = {
-    "properties": {"square.matmul_0": "its operands are parameters alone"},
+    "properties": {"square.matmul_0": "all of its operands are parameters"},
     "template-method": dict.fromkeys(
         ("TemplateStatic.step.matmul_0", "TemplateStatic.step.matmul_1"), "never ran in calibration"
     ),
     "expressions": {"mix.matmul_1": "never ran in calibration"},
-    "left-alone": {"mix.matmul_0": "inside an f-string it is not quantized; to quantize it, compute it before"},
+    "left-alone": {
+        "mix.matmul_0": "a call inside an f-string is not quantized; to quantize it, compute it before the f-string"
+    },
     "registry": {name: ReasonCode.PASSED_ON.text(function="power") for name in PASSED_ON[:2]},
     "passed-on": {name: ReasonCode.PASSED_ON.text(function=name.partition(".")[0]) for name in PASSED_ON},
 }

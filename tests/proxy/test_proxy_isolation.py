@@ -219,7 +219,7 @@ def test_a_parameter_that_no_module_has_registered() -> None:
     x = torch.randn(20, 32)
     q = Quantizer(preset="plain")
     q.calibrate(model, [x])
-    assert q.coverage[0].reason == "the weight is a parameter that no module of the model has registered"
+    assert q.coverage[0].reason == "the weight is a parameter that no module of the model registers"
     assert_same(q.quantize(model)(x), model(x))
 
 

@@ -133,7 +133,7 @@ def test_a_frozen_model_with_adapters_compiles_whole() -> None:
 
 # -- hooks around forward ------------------------------------------------------------------------------------------
 
-OFFLOADED = "the weight is offloaded: it is loaded for each call, and the model holds none to store as integers"
+OFFLOADED = "the weight is offloaded and loaded at each call, so the model has no weight to store as integers"
 
 
 def _hooked(model: nn.Module) -> nn.Module:

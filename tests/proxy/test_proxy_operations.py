@@ -342,8 +342,20 @@ def test_an_embedding_is_stored_row_by_row(tmp_path: Path, backend: str, first: 
         (2**13, "openvino", {}, "int8: weight", ""),
         (2**13, "onnxruntime", {}, "int8: weight", ""),
         (2**13, "openvino", {"embedding": False}, "this kind of site is switched off", "sites.embedding: false"),
-        (2**13, "tensorrt-rtx", {}, "tensorrt-rtx gains nothing from this kind of site", "sites.embedding: auto"),
-        (2**13 - 1, "openvino", {}, "a table of 262112 numbers, fewer than 262144: codes", "sites.embedding: auto"),
+        (
+            2**13,
+            "tensorrt-rtx",
+            {},
+            "tensorrt-rtx gains nothing from quantizing this kind of site",
+            "sites.embedding: auto",
+        ),
+        (
+            2**13 - 1,
+            "openvino",
+            {},
+            "its embedding table has 262112 elements, fewer than 262144: integers",
+            "sites.embedding: auto",
+        ),
     ],
 )
 def test_large_tables_are_stored_in_codes_where_rows_of_them_are_read(
@@ -427,8 +439,8 @@ def test_tables_have_codes_beside_ranges_at_run_time(backend: str) -> None:
     [
         ({"formats": [{"weights": "int4"}]}, "rows of a table are looked up in codes of int8"),
         ({"weights": {"granularity": "per_tensor"}}, "rows of a table are looked up in codes of int8"),
-        ({}, "its lookup limits norms (max_norm)"),
-        ({"exclude": {"names": ["head"]}}, "its table stays in floats for others, head.forward.linear_0"),
+        ({}, "its lookup renormalizes the embedding table in place (max_norm)"),
+        ({"exclude": {"names": ["head"]}}, "its embedding table is also read in float (head.forward.linear_0)"),
         ({"sites": {"embedding": True}, "exclude": {"names": ["head"]}}, None),
     ],
     ids=["int4", "one scale", "max_norm", "tied", "tied and asked for"],

@@ -227,7 +227,7 @@ def test_a_scale_beyond_the_targets_float_type_leaves_its_operand_float(dtype: s
     assert left.quantized
     assert not right.quantized
     assert right.reason is not None
-    assert right.reason.startswith("its largest value, ")
+    assert right.reason.startswith("its largest magnitude, ")
     assert right.reason.endswith("e+37, needs a scale beyond float16")
     assert quantizer.quantize(model)(DATA).isfinite().all()
     # float32 has that number.
@@ -253,7 +253,7 @@ def test_an_add_of_a_mask_is_no_residual(residual: bool | str) -> None:
     quantizer = calibrated(LearnedMask(), backend="openvino", sites={"residual_add": residual})
     entry = quantizer.plan["forward.add_0"]
     assert not entry.quantized
-    assert entry.reason == "it adds a mask: beside its lowest number no step is left for the other values"
+    assert entry.reason == "it adds a mask, whose large negative values leave no precision for the other values"
     assert not any(operand.quantized for operand in entry.operands)
 
 
@@ -275,7 +275,7 @@ def test_a_bias_of_scores_is_no_residual() -> None:
     quantizer.calibrate(Biased(), [torch.randn(2, 16, 32)], progress=False)
     entry = quantizer.plan["forward.add_0"]
     assert not entry.quantized
-    assert entry.reason == "an operand of the add comes from a product of two activations, as scores do"
+    assert entry.reason == "an operand of the add comes from a MatMul of two activations, as attention scores do"
 
 
 def two_inputs() -> nn.Module:

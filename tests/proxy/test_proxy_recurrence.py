@@ -115,7 +115,7 @@ def test_a_layer_with_a_product_that_is_excluded_stays_float_whole() -> None:
     ran = {path: entry for path, entry in q.plan.items() if entry.multiply_adds}
     assert {path.split(".")[1] for path, entry in ran.items() if entry.quantized} == {"l1", "l1_reverse"}
     assert (
-        "another product of its recurrent layer is not quantized" in ran["recurrence.l0.forward.input_product_0"].reason
+        "another MatMul of its recurrent layer is not quantized" in ran["recurrence.l0.forward.input_product_0"].reason
     )
 
 
@@ -168,7 +168,7 @@ def test_a_target_that_gains_nothing_keeps_the_kernel(backend: str) -> None:
     q = make_calibrated(model, [x], backend=backend)
     ran = [entry for entry in q.plan.values() if entry.multiply_adds]
     assert {entry.reason for entry in ran} == {
-        f"{backend} runs all steps of this gru in one float kernel, and gains nothing from a loop"
+        f"{backend} runs this gru in one float kernel, and a quantized loop is not faster"
     }
     assert torch.equal(q.quantize(model)(x)[0], model(x)[0])
 
@@ -178,7 +178,7 @@ def test_a_small_layer_keeps_the_kernel() -> None:
     q = make_calibrated(model, [x], backend="openvino")
     reasons = {entry.reason for entry in q.plan.values() if entry.multiply_adds}
     assert reasons == {
-        "its recurrent product has 1024 weights, fewer than 131072: slower in a quantized loop on openvino than in one "
+        "its recurrent weight has 1024 elements, fewer than 131072: on openvino a quantized loop is slower than the "
         "float kernel"
     }
 
@@ -187,7 +187,7 @@ def test_formats_without_a_loop_leave_a_layer_float() -> None:
     model, x = _made("lstm")
     q = make_calibrated(model, [x], backend="tensorrt", formats=[{"activations": "float"}])
     reasons = {entry.reason for entry in q.plan.values() if entry.multiply_adds}
-    assert reasons == {"a recurrent layer takes INT8 or FP8 of fixed ranges for weights and activations"}
+    assert reasons == {"a recurrent layer needs INT8 or FP8 with static ranges for weights and activations"}
 
 
 def test_a_loop_of_which_a_product_was_switched_off_by_hand_is_not_exported(tmp_path: Path) -> None:

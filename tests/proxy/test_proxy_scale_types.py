@@ -191,7 +191,7 @@ def test_an_activation_whose_scale_half_does_not_hold_stays_float(dtype: str) ->
     entry = q.plan["0.forward.linear_0"]
     if dtype == "int8":
         assert not entry.quantized
-        assert "needs a scale below 6.1e-05, the least normal number of float16" in entry.reason
+        assert "needs a scale below 6.1e-05, the smallest normal number of float16" in entry.reason
     else:
         # FP8 steps are relative: half as many below the largest value cost it nothing.
         assert entry.quantized

@@ -62,12 +62,12 @@ def test_head_sizes(fused: bool) -> None:
     sites = 1 if fused else 2
     held = "int8: query, key, probabilities, value" if fused else "int8: lhs, rhs"
     assert reasons(Attention(32, fused=fused), 16, 24) == {(held, TARGET): sites}
-    reason = "head size 24 is none of 16, 32, 64: tensorrt fuses no attention in int8 with it"
+    reason = "tensorrt has no fused attention in int8 for head size 24; supported sizes: 16, 32, 64"
     assert reasons(Attention(24, fused=fused), 16, 32, width=48) == {(reason, TARGET): sites}
     # FP8 has kernels for more of them, and neither limit is OpenVINO's.
     fp8 = {(held.replace("int8", "fp8"), TARGET): sites}
     assert reasons(Attention(48, fused=fused), 16, width=96, dtype="fp8") == fp8
-    reason = "head size 24 is no multiple of 16: tensorrt fuses no attention in fp8 with it"
+    reason = "tensorrt has no fused attention in fp8 for head size 24, which is not a multiple of 16"
     assert reasons(Attention(24, fused=fused), 16, width=48, dtype="fp8") == {(reason, TARGET): sites}
     own = {(held, "target openvino"): sites}
     assert reasons(Attention(24, fused=fused), 16, width=48, backend="openvino") == own
@@ -76,7 +76,7 @@ def test_head_sizes(fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_longest_sequence_decides(fused: bool) -> None:
     sites = 1 if fused else 2
-    reason = "a sequence of 520 is longer than 512: tensorrt fuses no attention in int8 with it"
+    reason = "tensorrt has no fused attention in int8 for 520 tokens; the longest sequence is 512"
     assert reasons(Attention(16, fused=fused), 16, 520, 32, width=32) == {(reason, TARGET): sites}
     assert list(reasons(Attention(16, fused=fused), 512, 32, width=32).values()) == [sites]
 
@@ -95,7 +95,7 @@ def test_an_add_beside_an_attention_that_stays_float_does_not() -> None:
     quantizer.calibrate(model, [torch.randn(2, 32, 24)])
     products = [entry for entry in quantizer.plan.values() if entry.kind == "matmul"]
     assert len(products) == 2
-    assert all("tensorrt fuses no attention in int8 with it" in entry.reason for entry in products)
+    assert all("tensorrt has no fused attention in int8 for head size" in entry.reason for entry in products)
     assert not any(operand.quantized for entry in products for operand in entry.operands)
     (add,) = [entry for entry in quantizer.plan.values() if entry.kind == "residual_add"]
     assert add.quantized
@@ -124,7 +124,7 @@ def test_a_product_of_two_activations_that_is_no_attention_has_no_head() -> None
 @pytest.mark.parametrize("steps", [1, 2])
 def test_attention_of_one_query_is_a_matrix_vector_product(steps: int) -> None:
     found = reasons(Attention(32), 16, 32, steps=steps)
-    reason = "M = 1, a matrix-vector product: slower quantized than float on tensorrt"
+    reason = "M = 1, a matrix-vector multiplication: slower quantized than in float on tensorrt"
     assert found == {(reason if steps == 1 else "int8: lhs, rhs", TARGET): 2}
 
 
@@ -244,11 +244,11 @@ def test_the_product_alone_of_a_residual_add_stays_float(backend: str) -> None:
     rows = {row.name: row for row in quantizer.coverage}
     for place, skipping in enumerate(["lhs", "rhs", "rhs", "lhs", "lhs"]):
         row = rows[f"forward.add_{place}"]
-        start, end = f"{skipping} skips the block and is float (int8 does not hold it: SQNR ", " dB, below 33 dB): "
-        assert row.reason.startswith(start)
-        assert row.reason.endswith(f"{end}on {backend} the product is rounded for nothing")
+        assert row.reason.startswith(f"its skip connection {skipping} is not quantized (its SQNR in int8 is ")
+        limit = " dB, below the limit of 33 dB): "
+        assert row.reason.endswith(f"{limit}on {backend} quantizing only the other operand gains nothing")
         assert row.rule == f"target {backend}"
-    assert "not: int8 does not hold it" in rows["forward.add_5"].reason
+    assert "not: its SQNR in int8 is" in rows["forward.add_5"].reason
 
 
 def test_other_targets_judge_each_operand_by_itself() -> None:
@@ -260,8 +260,9 @@ def test_a_residual_add_that_is_asked_for_is_quantized() -> None:
     assert held(forced) == ["rhs", *["lhs rhs"] * 6]
     left = adds_of("tensorrt", exclude={"sites": ["forward.add_0.lhs"]})
     (reason,) = (row.reason for row in left.coverage if row.name == "forward.add_0")
-    assert (
-        reason == "lhs skips the block and is float (excluded by rule): on tensorrt the product is rounded for nothing"
+    assert reason == (
+        "its skip connection lhs is not quantized (excluded by rule): on tensorrt quantizing only the other operand "
+        "gains nothing"
     )
 
 

@@ -163,8 +163,8 @@ def test_a_function_that_is_passed_on_says_what_to_do() -> None:
     q.calibrate(PassesOn().eval(), [torch.randn(4, 8)])
     row = next(row for row in q.coverage if row.kind == "matmul")
     assert row.reason == (
-        "attend() is passed on as a value here instead of being called, so what it computes is not quantized; to "
-        "quantize it, call it in the code of a module"
+        "attend() is passed on as a value here instead of being called, so it is not quantized; to quantize "
+        "it, call it in the code of a module"
     )
     assert not row.quantized
     assert "attend() is passed on" in " ".join(q.coverage.text().split())

@@ -196,7 +196,7 @@ def test_the_text(tmp_path: Path, body: str, expected: str) -> None:
     [
         ("global n\n    if (n := a): pass\n    return a @ b", "binds the global n by something else"),
         ("global math\n    import math\n    return a @ b", "binds the global math by something else"),
-        ("def inner():\n        global n\n        n = 1\n    return a @ b", "a function in it declares a global"),
+        ("def inner():\n        global n\n        n = 1\n    return a @ b", "an inner function declares a global"),
     ],
 )
 def test_globals_that_cannot_be_written_in_place_are_said(tmp_path: Path, body: str, reason: str) -> None:

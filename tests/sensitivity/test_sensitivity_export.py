@@ -78,8 +78,10 @@ def test_values_beyond_float16_stay_float32(tmp_path: Path) -> None:
     amp = quantizer.amp(model)
     quantizer.fallback(amp, names=["last"])
     reason = quantizer.plan["last.forward.linear_0"].reason
-    assert reason.startswith("kept in float by fallback(names=['last']), in float32: calibration saw 2.05e+05 here")
-    assert reason.endswith("and float16 ends at 65504")
+    assert reason.startswith(
+        "kept in float by fallback(names=['last']), in float32: calibration observed 2.05e+05 here"
+    )
+    assert reason.endswith("and the maximum of float16 is 65504")
     with pytest.warns(UserWarning, match="3 modules stay float32: their values are beyond float16, the largest 2.05e"):
         path = quantizer.export(quantizer.quantize(model), tmp_path / "float32.onnx", x)
     # Both linears with their weights; only the model's input and output are half.

@@ -77,8 +77,8 @@ def test_onnxruntime_wants_float_attention() -> None:
     ("name", "k", "n", "reason"),
     [
         ("tensorrt", 16, 16, None),
-        ("tensorrt", 8, 384, r"K = 8 is below 16: slower quantized than float on tensorrt"),
-        ("tensorrt-rtx", 384, 2, r"N = 2 is below 16: slower quantized than float on tensorrt-rtx"),
+        ("tensorrt", 8, 384, r"K = 8 is below 16: slower quantized than in float on tensorrt"),
+        ("tensorrt-rtx", 384, 2, r"N = 2 is below 16: slower quantized than in float on tensorrt-rtx"),
         ("openvino", 8, 2, None),
     ],
 )
@@ -101,13 +101,13 @@ def test_small_products(name: str, k: int, n: int, reason: str | None) -> None:
     ],
 )
 def test_convolutions_that_a_library_computes_wrongly(name: str, channels: int, width: int, wrong: bool) -> None:
-    kernel = f"a kernel {width} wide over {channels} input channels"
-    reason = f"{kernel}: {name} computes it wrongly in integers on CPUs with"
+    kernel = f"kernel width {width} and {channels} input channels"
+    reason = f"{name} gives wrong results for an INT8 convolution with {kernel} on CPUs with"
     assert profile(name).convolution_reason(channels, width) == (f"{reason} AMX" if wrong else None)
 
 
 def test_matrix_vector_products() -> None:
-    reason = "M = 1, a matrix-vector product: slower quantized than float on tensorrt"
+    reason = "M = 1, a matrix-vector multiplication: slower quantized than in float on tensorrt"
     assert profile("tensorrt").gemm_reason(384, 384, 1) == reason
     assert profile("tensorrt").gemm_reason(384, 384, 0) is None
     assert profile("openvino").gemm_reason(384, 384, 1) is None
@@ -116,8 +116,9 @@ def test_matrix_vector_products() -> None:
 @pytest.mark.parametrize("name", ["tensorrt", "tensorrt-rtx"])
 def test_the_product_alone_of_an_add(name: str) -> None:
     reason = profile(name).add_reason("lhs", "excluded by rule")
-    assert (
-        reason == f"lhs skips the block and is float (excluded by rule): on {name} the product is rounded for nothing"
+    assert reason == (
+        f"its skip connection lhs is not quantized (excluded by rule): on {name} quantizing only the other operand "
+        "gains nothing"
     )
     assert profile("openvino").add_reason("lhs", "excluded by rule") is None
 
@@ -127,10 +128,10 @@ def test_the_product_alone_of_an_add(name: str) -> None:
     [
         ("int8", 64, 512, None),
         ("int8", 0, 128, None),
-        ("int8", 48, 128, "head size 48 is none of 16, 32, 64: tensorrt fuses no attention in int8 with it"),
-        ("int8", 32, 513, "a sequence of 513 is longer than 512: tensorrt fuses no attention in int8 with it"),
+        ("int8", 48, 128, "tensorrt has no fused attention in int8 for head size 48; supported sizes: 16, 32, 64"),
+        ("int8", 32, 513, "tensorrt has no fused attention in int8 for 513 tokens; the longest sequence is 512"),
         ("fp8", 48, 4096, None),
-        ("fp8", 40, 128, "head size 40 is no multiple of 16: tensorrt fuses no attention in fp8 with it"),
+        ("fp8", 40, 128, "tensorrt has no fused attention in fp8 for head size 40, which is not a multiple of 16"),
         ("uint8", 40, 4096, None),
     ],
 )
