@@ -1,5 +1,4 @@
-"""The decisions of a plan as records: all sites, the products that are not quantized, and the range of every
-operand."""
+"""Coverage: the sites of a plan, the operations that are not quantized and the range of each operand, as records."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _OPERAND = {item.name: _OF_THE_PLAN.get(item.name, item.name) for item in fields
 
 
 def planned_site(entry: SitePlan) -> Site:
-    """Return the record of a site, with its operands."""
+    """Return the coverage record of a site, with its operands."""
     operands = tuple(Operand(**_facts(operand)) for operand in entry.operands)
     return Site(operands=operands, **{name: getattr(entry, name) for name in _SITE})
 
@@ -34,7 +33,7 @@ def _facts(operand: OperandPlan) -> dict[str, Any]:
 
 
 def unrewritten_site(skipped: UnrewrittenSource) -> Site:
-    """Return the row of a call or a module whose text could not be rewritten."""
+    """Return the coverage record of a call or module whose source could not be rewritten."""
     source = skipped.source
     return Site(
         name=skipped.path or "(the model)",
@@ -54,16 +53,17 @@ _BY_REASON = {ReasonCode.FROM_PARAMETERS: Reason.PARAMETERS, ReasonCode.PARAMETE
 
 
 def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | None:
-    """Return the share of the multiply-adds in sites that the plan quantizes; None if none were counted."""
+    """Return the share of multiply-adds in sites that the plan quantizes, 0 to 1; None if none were counted."""
     total = sum(product.multiply_adds for product in products)
     covered = sum(product.multiply_adds for product in products if _covered(product, plan))
     return covered / total if total else None
 
 
 def unquantized_products(
-    products: Sequence[CountedProduct], plan: Plan, put_back: Collection[str] = ()
+    products: Sequence[CountedProduct], plan: Plan, fallback_sites: Collection[str] = ()
 ) -> tuple[UnquantizedProduct, ...]:
-    """Return the products that the plan leaves in float, largest first; ``put_back`` are the sites of fallback."""
+    """Return the matrix multiplications and convolutions that are not quantized, largest first; ``fallback_sites`` are
+    the sites that fell back."""
     total = sum(product.multiply_adds for product in products)
     rows = []
     for product in products:
@@ -72,7 +72,7 @@ def unquantized_products(
         reason, detail = product.reason, product.detail
         if reason is None:
             assert product.site is not None
-            reason, detail = _reason_of_site(product.site, plan, put_back), plan[product.site].reason
+            reason, detail = _reason_of_site(product.site, plan, fallback_sites), plan[product.site].reason
         rows.append(
             UnquantizedProduct(
                 path=product.path,
@@ -91,9 +91,9 @@ def _covered(product: CountedProduct, plan: Plan) -> bool:
     return product.site is not None and plan[product.site].quantized
 
 
-def _reason_of_site(path: str, plan: Plan, put_back: Collection[str]) -> Reason:
+def _reason_of_site(path: str, plan: Plan, fallback_sites: Collection[str]) -> Reason:
     entry = plan[path]
-    if path in put_back:
+    if path in fallback_sites:
         return Reason.FALLBACK
     if entry.rule is not None:
         return _BY_RULE.get(RuleKind.of(entry.rule), Reason.EXCLUDED)
@@ -101,26 +101,26 @@ def _reason_of_site(path: str, plan: Plan, put_back: Collection[str]) -> Reason:
 
 
 class UnquantizedProducts(Rows[UnquantizedProduct]):
-    """Matrix products and convolutions that are not in low precision, the largest first."""
+    """Matrix multiplications and convolutions that are not in low precision, largest first."""
 
     look = "products"
 
 
 class Coverage(Rows[Site]):
-    """All sites that ran, quantized or with the reason, and all products that torch computed in float.
+    """All sites that ran, quantized or with a reason, and all matrix multiplications and convolutions in float.
 
-    Iteration yields all rows. The table leaves out rows of sites that never ran in calibration, as branches for other
-    settings, and ``quiet`` rows: additions that are no candidates, and embeddings whose tables are not quantized by
-    ``sites``.
-    The title counts what is left out, and ``all`` shows it.
+    Iteration yields all rows. The table omits sites that never ran in calibration. It also omits ``quiet`` rows:
+    additions that join no branches, and embeddings whose tables ``sites`` does not quantize. The title counts the
+    omitted rows, and ``all`` shows them.
 
     Attributes:
-        share: the share in low precision of the multiply-adds of all matrix products and convolutions that torch
-            executed in calibration: 0 to 1; None if none were counted.
+        share: the share of multiply-adds in low precision, 0 to 1, of all matrix multiplications and convolutions that
+            torch executed in calibration; None if none were counted.
         multiply_adds: the number of all these multiply-adds.
-        escaped: the products that are not in low precision, by module and operation, each with its reason.
+        not_quantized: the matrix multiplications and convolutions in float, by module and operation, with a reason
+            each.
         patches: the operator patches that the rewritten source contains.
-        regions: the modules whose values float16 cannot hold; on a float16 target they stay float32.
+        regions: the modules whose values exceed float16; on a float16 target they stay float32.
         shows_all: whether the table has all rows.
     """
 
@@ -131,14 +131,14 @@ class Coverage(Rows[Site]):
         plan: Plan,
         skipped: Sequence[UnrewrittenSource],
         products: Sequence[CountedProduct] = (),
-        put_back: Collection[str] = (),
+        fallback_sites: Collection[str] = (),
         patches: Sequence[OperatorPatch] = (),
         regions: Float32Modules | None = None,
     ) -> None:
         super().__init__([*map(planned_site, plan.values()), *map(unrewritten_site, skipped)])
         self.share = covered_share(products, plan)
         self.multiply_adds = sum(product.multiply_adds for product in products)
-        self.not_quantized = UnquantizedProducts(unquantized_products(products, plan, put_back))
+        self.not_quantized = UnquantizedProducts(unquantized_products(products, plan, fallback_sites))
         self.patches = tuple(patches)
         self.regions = regions or Float32Modules()
         self.shows_all = False
@@ -146,18 +146,18 @@ class Coverage(Rows[Site]):
     @property
     def all(self) -> Coverage:
         """The same coverage, with a table of all rows."""
-        made = copy.copy(self)
-        made.shows_all = True
-        return made
+        coverage = copy.copy(self)
+        coverage.shows_all = True
+        return coverage
 
     @property
     def shown(self) -> tuple[Site, ...]:
-        """The sites of the table."""
+        """The sites that the table shows."""
         return tuple(row for row in self.rows if self.shows_all or (row.ran and not row.quiet))
 
     @property
     def quantized(self) -> tuple[Site, ...]:
-        """The sites that are quantized."""
+        """The quantized sites."""
         return tuple(row for row in self.rows if row.quantized)
 
     @property
@@ -166,19 +166,19 @@ class Coverage(Rows[Site]):
         return tuple(row for row in self.rows if not row.quantized)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Return the numbers of quantized sites and of sites that ran, of each kind, without ``quiet`` rows."""
+        """Return the number of quantized sites and of sites that ran, by kind, without ``quiet`` rows."""
         shown = [row for row in self.rows if row.ran and not row.quiet]
-        total, held = Counter(row.kind for row in shown), Counter(row.kind for row in shown if row.quantized)
-        return {kind: (held[kind], total[kind]) for kind in sorted(total)}
+        total, quantized = Counter(row.kind for row in shown), Counter(row.kind for row in shown if row.quantized)
+        return {kind: (quantized[kind], total[kind]) for kind in sorted(total)}
 
     def below(self) -> list[Shown | str]:
-        """Return a line on modules that float16 cannot hold, and the products in float."""
+        """Return the blocks below the table: modules that exceed float16, and operations that are not quantized."""
         wide = [f"in a rest of float16, {self.regions.text()}"] if self.regions.wide else []
         return [*wide, *([self.not_quantized] if len(self.not_quantized) else [])]
 
 
 class Ranges(Rows[Range]):
-    """The range of every operand that was observed."""
+    """The range of each operand that calibration observed."""
 
     look = "ranges"
 

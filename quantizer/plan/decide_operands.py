@@ -1,6 +1,6 @@
-"""The formats of each site's operands: those of the last rule that matches, else a default.
+"""Decide the format, range and scale of each operand from the statistics of calibration.
 
-The decision for each operand: its range and scale in its format, from the statistics of calibration.
+The format of a site comes from the last matching rule of ``formats``, else from the default.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FormatRule:
 
 
 class Formats:
-    """The format of each site: that of the last rule that matches, else the default."""
+    """The format of each site: from the last rule that matches, else the default."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Formats:
         self._zero_points = zero_points
 
     def of(self, site: str, kind: Kind) -> Format:
-        """Return the format of a site; its kind is known once its operands were observed."""
+        """Return the format of a site of the kind that calibration observed."""
         for rule, sites in reversed(self._rules):
             if (not rule.kinds or kind in rule.kinds) and (sites is None or site in sites):
                 return rule.format
@@ -70,25 +70,25 @@ def formats_for(
     """Return the formats of a proxy's sites by the rules."""
     sites = list(sites)
     problems: list[str] = []
-    found: list[tuple[FormatRule, frozenset[str] | None]] = []
+    matches: list[tuple[FormatRule, frozenset[str] | None]] = []
     for number, rule in enumerate(rules):
         section = f"formats[{number}]"
         names = frozenset(matched(proxy, sites, rule.sites, section, problems)) if rule.sites else None
-        found.append((rule, names))
+        matches.append((rule, names))
     problems += impossible(default, [rule.format for rule in rules], target)
     if problems:
         raise ConfigError(problems)
     asymmetric: Set[Kind] = target.zero_points if zero_point else frozenset()
     if target.quantizes_outputs and "conv" in asymmetric:
-        # What is between convolutions has their formats.
+        # Operations between convolutions use the formats of convolutions.
         asymmetric = {*asymmetric, "output", "residual_add"}
-    return Formats(default, found, asymmetric)
+    return Formats(default, matches, asymmetric)
 
 
 RESIDUAL_SQNR_DB = 33.0
-"""``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
+"""``residual_add: auto`` quantizes an operand whose own SQNR in dB reaches this.
 
-docs/design/calibration.md shows the measurement behind the figure.
+See docs/design/calibration.md for the measurement.
 """
 
 _MATRIX = 2  # axes of a weight that has blocks
@@ -96,9 +96,9 @@ _MATRIX = 2  # axes of a weight that has blocks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """The settings that a plan depends on besides the data.
+    """The settings that a plan depends on, besides the statistics.
 
-    ``scale_dtype`` is the float type of scales on the target; ``weights`` are the scales of weights so far.
+    ``scale_dtype`` is the float type of scales on the target; ``weights`` caches the scales of weights.
     """
 
     formats: Formats
@@ -116,7 +116,7 @@ def operand_plans(
     record: SiteStatistics,
     refused: Mapping[str, str],
     settings: PlanSettings,
-    wanted: Format,
+    requested: Format,
     indivisible: list[str],
 ) -> tuple[OperandPlan, ...]:
     """Return the plan of each operand of an observed site."""
@@ -124,25 +124,25 @@ def operand_plans(
     migration = next((o.smoothed.migration for o in record.operands.values() if o.smoothed is not None), None)
     offloaded = any(parameter.is_meta for parameter in host.parameters(recurse=False))
     for operand in site.operation.operands:
-        seen = record.operands.get(operand.name, OperandRecord())
+        observed = record.operands.get(operand.name, OperandRecord())
         if f"{site.path}.{operand.name}" in refused:
             plans.append(
                 OperandPlan(name=operand.name, role="activation", quantized=False, reason=ReasonCode.EXCLUDED.text())
             )
-        elif seen.weight is not None:
-            plan = _weight(site, operand, seen, settings, wanted, indivisible, migration, offloaded)
-            plans.append(replace(plan, note="; ".join(filter(None, (plan.note, _unreached(record)))) or None))
-        elif seen.group is not None:
-            plans.append(_activation(site, operand.name, seen, settings, wanted))
+        elif observed.weight is not None:
+            plan = _weight(site, operand, observed, settings, requested, indivisible, migration, offloaded)
+            plans.append(replace(plan, note="; ".join(filter(None, (plan.note, _unreached_note(record)))) or None))
+        elif observed.group is not None:
+            plans.append(_activation(site, operand.name, observed, settings, requested))
     return tuple(plans)
 
 
 def _weight(
     site: Site,
     operand: Operand,
-    seen: OperandRecord,
+    observed: OperandRecord,
     settings: PlanSettings,
-    wanted: Format,
+    requested: Format,
     indivisible: list[str],
     migration: Migration | None,
     offloaded: bool,
@@ -150,105 +150,108 @@ def _weight(
     def refused(reason: str) -> OperandPlan:
         return OperandPlan(name=operand.name, role="weight", quantized=False, reason=reason)
 
-    assert seen.weight is not None
-    if seen.weight.path is None:
+    assert observed.weight is not None
+    if observed.weight.path is None:
         return refused((ReasonCode.OFFLOADED if offloaded else ReasonCode.UNREGISTERED).text())
     multiplied = site.operation.kind != "embedding"
-    if multiplied and wanted.dynamic and not settings.profile.reads_dynamic and not _multiplies_last_axis(seen):
+    if multiplied and requested.dynamic and not settings.profile.reads_dynamic and not _multiplies_last_axis(observed):
         return refused(ReasonCode.NO_DYNAMIC.text(target=settings.profile.name))
-    axis, block = _scale_of(site, seen, settings, wanted.block_size)
-    if wanted.block_size is not None:
-        shape = seen.weight.shape
+    axis, block = _scale_of(site, observed, settings, requested.block_size)
+    if requested.block_size is not None:
+        shape = observed.weight.shape
         if axis is None:
             return refused(ReasonCode.NO_BLOCKS.text(axes=len(shape)))
-        if shape[axis] % wanted.block_size:
+        if shape[axis] % requested.block_size:
             indivisible.append(
-                f"quantizer.{wanted.rule or 'formats'}: block_size {block} does not divide the {shape[axis]} "
+                f"quantizer.{requested.rule or 'formats'}: block_size {block} does not divide the {shape[axis]} "
                 f"input channels of {site.path}; choose another, or leave the site out by a rule"
             )
             return refused(ReasonCode.INDIVISIBLE.text())
-    inner = seen.inner if migration is None or migration.weight_axis is None else migration.weight_axis
+    inner = observed.inner if migration is None or migration.weight_axis is None else migration.weight_axis
     assert migration is None or inner is not None
     plan = OperandPlan(
         name=operand.name,
         role="weight",
-        parameter=seen.weight.path,
-        view=seen.weight.view,
-        computation=seen.weight.computation,
+        parameter=observed.weight.path,
+        view=observed.weight.view,
+        computation=observed.weight.computation,
         quantized=True,
-        dtype=wanted.weights.name,
+        dtype=requested.weights.name,
         axis=axis,
         block_size=block,
         estimate=settings.weight_estimate,
         smooth=migration.factors if migration is not None else None,
         smooth_axis=inner if migration is not None else None,
-        spread=seen.spread,
+        spread=observed.spread,
         smoothing=migration.text if migration is not None else None,
         note=ONE_SCALE if site.operation.kind == "conv" and settings.per_channel and axis is None else None,
     )
     name, qmax = f"{site.path}.{operand.name}", settings.profile.weight_qmax
-    scaled = settings.weights.scaled(name, plan, seen.weight, settings.scale_dtype, qmax)
+    scaled = settings.weights.scaled(name, plan, observed.weight, settings.scale_dtype, qmax)
     if scaled.reason is not None:
         return refused(scaled.reason)
-    if seen.rounded is None:
+    if observed.rounded is None:
         return scaled
-    ranged = with_range(scaled, seen.rounded.amax, settings.scale_dtype, qmax)
-    return replace(ranged, codes=seen.rounded.codes, rounding=seen.rounded.text)
+    ranged = with_range(scaled, observed.rounded.amax, settings.scale_dtype, qmax)
+    return replace(ranged, codes=observed.rounded.codes, rounding=observed.rounded.text)
 
 
 def _scale_of(
-    site: Site, seen: OperandRecord, settings: PlanSettings, block: int | None
+    site: Site, observed: OperandRecord, settings: PlanSettings, block: int | None
 ) -> tuple[int | None, int | None]:
-    """Return the axis and the block size of a weight's scales; blocks without an axis: it has none of input channels.
+    """Return the axis and the block size of a weight's scales; a block size without an axis cannot be applied.
 
-    Experts have scales of their own: one for each channel, as those of blocks over all that is summed, or one for each.
+    Experts have their own scales: per channel, as one block over all input channels, or one scale per expert.
     """
-    assert seen.weight is not None
-    grouped = site.operation.grouped is not None and seen.inner is not None
+    assert observed.weight is not None
+    grouped = site.operation.grouped is not None and observed.inner is not None
     if block is not None:
-        matrix = 1 - seen.axis if seen.axis is not None and len(seen.weight.shape) == _MATRIX else None
-        return (seen.inner if grouped else matrix), block
-    if not settings.per_channel and seen.spread is None:
+        matrix = 1 - observed.axis if observed.axis is not None and len(observed.weight.shape) == _MATRIX else None
+        return (observed.inner if grouped else matrix), block
+    if not settings.per_channel and observed.spread is None:
         return (0 if grouped else None), None
-    if grouped and seen.inner is not None:
-        return seen.inner, seen.weight.shape[seen.inner]
-    return seen.axis, None
+    if grouped and observed.inner is not None:
+        return observed.inner, observed.weight.shape[observed.inner]
+    return observed.axis, None
 
 
-def _unreached(record: SiteStatistics) -> str | None:
-    """Return the note on experts that no row of calibration reached; None if there are none."""
+def _unreached_note(record: SiteStatistics) -> str | None:
+    """Return the note on experts that no calibration sample reached; None if there are none."""
     if not record.unreached:
         return None
     numbers = ", ".join(map(str, record.unreached))
     count, experts = len(record.unreached), len(record.experts)
-    return f"no row of calibration reached {count} of {experts} experts ({numbers}): the others' inputs give the range"
+    which = f"{count} of {experts} experts ({numbers})"
+    return f"no calibration sample reached {which}; the range comes from the other experts"
 
 
-def _multiplies_last_axis(seen: OperandRecord) -> bool:
-    """Return whether a weight is a matrix that multiplies the last axis of an activation, where blocks are."""
-    return seen.inner is not None and seen.weight is not None and seen.weight.tensor().dim() == _MATRIX
+def _multiplies_last_axis(observed: OperandRecord) -> bool:
+    """Return whether a weight is a matrix that multiplies the last axis of an activation."""
+    return observed.inner is not None and observed.weight is not None and observed.weight.tensor().dim() == _MATRIX
 
 
-def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettings, wanted: Format) -> OperandPlan:
-    group = seen.range
+def _activation(
+    site: Site, name: str, observed: OperandRecord, settings: PlanSettings, requested: Format
+) -> OperandPlan:
+    group = observed.range
     assert group is not None
     migration = group.migration
     if group.calibrator.count == 0:
         return OperandPlan(name=name, role="activation", quantized=False, reason=ReasonCode.NO_VALUE.text())
-    if wanted.activations is not None and not wanted.dynamic and group.calibrator.largest == 0:
+    if requested.activations is not None and not requested.dynamic and group.calibrator.largest == 0:
         return OperandPlan(name=name, role="activation", quantized=False, reason=ReasonCode.ONLY_ZEROS.text())
-    if wanted.activations is None or wanted.dynamic:
-        return _without_scale(name, seen, group, wanted.activations, settings.profile)
-    dtype = wanted.activations
-    if dtype == INT8 and wanted.rule is None and _is_rectified_output(group, settings.profile):
+    if requested.activations is None or requested.dynamic:
+        return _without_scale(name, observed, group, requested.activations, settings.profile)
+    dtype = requested.activations
+    if dtype == INT8 and requested.rule is None and _is_rectified_output(group, settings.profile):
         dtype = UINT8
     # The output of a softmax is at most 1, and attention in FP8 uses exactly that range.
-    fixed = dtype.is_float and seen.softmax
-    ranges = _ranges_of_calls(group, seen, dtype)
+    fixed = dtype.is_float and observed.softmax
+    ranges = _ranges_of_calls(group, observed, dtype)
     # A site that a pass calls once has the range of that call, whatever its neighbours in the group read.
     used = ranges[0] if len(ranges) == 1 else group
     amax, scale, zero_point = _range(used, dtype, settings, 1.0 if fixed else None)
-    calls = _calls(seen.tensors or (), ranges, group, dtype, settings) if ranges else ()
+    calls = _calls(observed.tensors or (), ranges, group, dtype, settings) if ranges else ()
     sqnr, clipped = _fit(ranges or [used], [call.amax for call in calls] or [float(amax)], judged_as(dtype))
     reason = None
     # Between convolutions in integers a float operand would cost more than it saves.
@@ -257,7 +260,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         assert sqnr is not None
         if sqnr < RESIDUAL_SQNR_DB:
             reason = ReasonCode.SQNR.text(dtype=dtype.name, sqnr=f"{sqnr:.1f}", limit=f"{RESIDUAL_SQNR_DB:g}")
-    reason = _unheld(float(amax), scale, dtype, settings.scale_dtype) or reason
+    reason = _scale_problem(float(amax), scale, dtype, settings.scale_dtype) or reason
     return OperandPlan(
         name=name,
         role="activation",
@@ -273,22 +276,22 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         clipped=clipped,
         range_group=group.operands[0],
         calls=calls,
-        note="; ".join(filter(None, (_one_value(used.calibrator), _together(group)))) or None,
+        note="; ".join(filter(None, (_constant_note(used.calibrator), _shared_range_note(group)))) or None,
         estimate=used.chosen[1] if used.chosen is not None and not fixed else None,
         smooth=migration.factors if migration is not None else None,
         smooth_axis=migration.axis if migration is not None else None,
-        smoothing=migration.text if migration is not None else seen.left,
+        smoothing=migration.text if migration is not None else observed.left,
     )
 
 
-def _one_value(calibrator: Calibrator) -> str | None:
-    """Return the note on an activation whose range is that of one number; None if it had several."""
+def _constant_note(calibrator: Calibrator) -> str | None:
+    """Return a note on an activation with a single value in calibration; None if it had several."""
     if calibrator.count < 2 or calibrator.minimum != calibrator.maximum:
         return None
-    return f"all its values in calibration were {calibrator.minimum:g}"
+    return f"all of its values in calibration were {calibrator.minimum:g}"
 
 
-def _together(group: RangeGroup) -> str | None:
+def _shared_range_note(group: RangeGroup) -> str | None:
     return f"one range for all calls: {group.together}" if group.together else None
 
 
@@ -301,40 +304,40 @@ def _range(
         return amax, *_asymmetric(used.calibrator, float(amax), dtype, settings.scale_dtype)
     scale = scale_of(amax, dtype, settings.scale_dtype)
     if dtype.is_float:
-        # The steps of FP8 are relative to the value: too large a range costs only the smallest values.
+        # The precision of FP8 is relative to the value: too large a range costs only the smallest values.
         scale = scale.clamp(min=torch.finfo(settings.scale_dtype).smallest_normal)
     return amax, scale, None
 
 
-def _ranges_of_calls(group: RangeGroup, seen: OperandRecord, dtype: QType) -> list[RangeGroup]:
+def _ranges_of_calls(group: RangeGroup, observed: OperandRecord, dtype: QType) -> list[RangeGroup]:
     """Return the range of each call of a pass; empty if all calls have one.
 
-    Calls with zeros alone have that of all calls. So have all calls in FP8, whose steps are relative to the value.
+    Calls with zeros only use the range of all calls. FP8 always does, because its precision is relative to the value.
     """
     if dtype.is_float or not group.told_apart:
         return []
-    ranges = (group.of_tensor(tensor) for tensor in seen.tensors or ())
+    ranges = (group.of_tensor(tensor) for tensor in observed.tensors or ())
     return [each if each.calibrator.largest > 0 else group for each in ranges]
 
 
 def _calls(
     tensors: tuple[int, ...], ranges: list[RangeGroup], group: RangeGroup, dtype: QType, settings: PlanSettings
 ) -> tuple[CallRange, ...]:
-    found = []
+    calls = []
     for tensor, each in zip(tensors, ranges, strict=True):
         amax, scale, zero_point = _range(each, dtype, settings)
-        if _unheld(float(amax), scale, dtype, settings.scale_dtype) is not None:
+        if _scale_problem(float(amax), scale, dtype, settings.scale_dtype) is not None:
             amax, scale, zero_point = _range(group, dtype, settings)
         own = tensor if each is not group else -1
-        found.append(CallRange(tensor=own, amax=float(amax), scale=float(scale), zero_point=zero_point))
-    return tuple(found)
+        calls.append(CallRange(tensor=own, amax=float(amax), scale=float(scale), zero_point=zero_point))
+    return tuple(calls)
 
 
 def _fit(ranges: list[RangeGroup], amax: list[float], judged: QType) -> tuple[float | None, float | None]:
-    """Return the SQNR of the call that has the lowest in dB, and the share of values beyond; None without histogram."""
-    held = [(each.calibrator.histogram, end) for each, end in zip(ranges, amax, strict=True)]
-    pairs = [(histogram, end) for histogram, end in held if histogram is not None]
-    if len(pairs) < len(held):
+    """Return the lowest SQNR in dB over all calls, and the share of clipped values; None without a histogram."""
+    histograms = [(each.calibrator.histogram, end) for each, end in zip(ranges, amax, strict=True)]
+    pairs = [(histogram, end) for histogram, end in histograms if histogram is not None]
+    if len(pairs) < len(histograms):
         return None, None
     sqnr = min(histogram.sqnr_db(end / judged.qmax, judged.name) for histogram, end in pairs)
     values = max(sum(histogram.total for histogram, _ in pairs), 1)
@@ -342,19 +345,18 @@ def _fit(ranges: list[RangeGroup], amax: list[float], judged: QType) -> tuple[fl
 
 
 def _is_rectified_output(group: RangeGroup, profile: TargetProfile) -> bool:
-    """Return whether a tensor without negative values is quantized as the result of a convolution.
+    """Return whether a non-negative tensor is the output of a convolution on a target that quantizes outputs.
 
-    With zero point 0 the codes are those behind the rectifier, which becomes part of the convolution.
+    With zero point 0 the integers are those after the ReLU, which the engine fuses into the convolution.
     """
     of_result = any(name.endswith(f".{OUTPUT}.input") for name in group.operands)
     return profile.quantizes_outputs and group.calibrator.minimum >= 0 and of_result
 
 
 def _without_scale(
-    name: str, seen: OperandRecord, group: RangeGroup, dtype: QType | None, profile: TargetProfile
+    name: str, observed: OperandRecord, group: RangeGroup, dtype: QType | None, profile: TargetProfile
 ) -> OperandPlan:
-    """Return the plan of an activation whose range is taken at run time in a format, or (None) that is not
-    quantized."""
+    """Return the plan of an activation that is dynamically quantized, or (``dtype`` None) not quantized."""
     migration = group.migration
     return OperandPlan(
         name=name,
@@ -369,12 +371,12 @@ def _without_scale(
         range_group=None if dtype is None else group.operands[0],
         smooth=migration.factors if migration is not None else None,
         smooth_axis=migration.axis if migration is not None else None,
-        smoothing=migration.text if migration is not None else None if dtype is None else seen.left,
+        smoothing=migration.text if migration is not None else None if dtype is None else observed.left,
     )
 
 
-def _unheld(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) -> str | None:
-    """Return why an operand is not quantized, if the target's float type cannot represent its scale; None if it can."""
+def _scale_problem(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) -> str | None:
+    """Return why the target's float type cannot represent a scale; None if it can."""
     if amax and not dtype.is_float and not bool(is_normal(scale, scale_dtype)):
         least, name = torch.finfo(scale_dtype).smallest_normal, str(scale_dtype).removeprefix("torch.")
         return ReasonCode.SCALE_TOO_SMALL.text(amax=f"{amax:.3g}", least=f"{least:.2g}", dtype=name)
@@ -382,14 +384,14 @@ def _unheld(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) 
 
 
 def judged_as(dtype: QType) -> QType:
-    """Return the format for estimating a range: histograms are of magnitudes, for which there is no zero point."""
+    """Return the format that estimates a range: histograms hold magnitudes, so zero points do not apply."""
     return INT8 if dtype.has_zero_point else dtype
 
 
 def _asymmetric(calibrator: Calibrator, amax: float, dtype: QType, scale_dtype: torch.dtype) -> tuple[Tensor, int]:
     """Return the scale and zero point of the observed range, extended to include 0 and clipped at -amax and amax."""
     low, high = max(min(calibrator.minimum, 0.0), -amax), min(max(calibrator.maximum, 0.0), amax)
-    # The width of the range takes the place of amax: the codes from 0 to qmax cover it.
+    # The width of the range replaces amax: the integers from 0 to qmax cover it.
     scale = scale_of(torch.tensor(high - low, dtype=torch.float32), dtype, scale_dtype)
     # If the scale was rounded down to its float type, the zero point may come out above qmax.
     return scale, min(round(-low / float(scale)), int(dtype.qmax)) if high > low else 0

@@ -1,10 +1,10 @@
-"""The decision for each site, and the groups of operands that change precision together.
+"""Decide for each site whether it is quantized, and form the groups of operands that change precision together.
 
-A group has both operands of a product. Weighted products that read the same tensor (query, key, value) form one group,
-and so do the products of one attention (activation by activation, in one function of one module). Each operand of a
-residual add is its own group: the product before it stays as it is. The result of a convolution is in its group, with
-those of operations that the engine computes in integers along with it. A recurrent layer, with both its directions, is
-one group: its loop is one operator.
+A group holds both operands of a matrix multiplication. Layers that read the same tensor (query, key, value) form one
+group, and so do the MatMuls of one attention (two activations, in one function of one module). Each operand of a
+residual add is its own group. The output of a convolution is in the group of the convolution, together with operations
+that the engine fuses into integer kernels. A recurrent layer with both its directions is one group, because its loop is
+one operator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RECURRENT = ("input_product", "recurrent_product")
 
 
 def group_names(plan: Mapping[str, SitePlan]) -> dict[tuple[str, str], str]:
-    """Return the group of each operand of a quantized site, by (site name, operand name)."""
+    """Return the precision group of each operand of a quantized site, by (site name, operand name)."""
     keys: dict[str, list[str]] = defaultdict(list)
     names: dict[tuple[str, str], str] = {}
     for path, site in plan.items():
@@ -54,21 +54,25 @@ def group_names(plan: Mapping[str, SitePlan]) -> dict[tuple[str, str], str]:
             names.update({(path, operand.name): name for operand in plan[path].operands})
     for path, site in plan.items():
         if site.kind == "output" and site.quantized:
-            of = _product(path, plan)
-            group = names.get((of, plan[of].operands[0].name), of) if plan[of].kind != "residual_add" else of
+            source = _source_of_output(path, plan)
+            group = (
+                names.get((source, plan[source].operands[0].name), source)
+                if plan[source].kind != "residual_add"
+                else source
+            )
             names.update({(path, operand.name): group for operand in site.operands})
     return names
 
 
-def _product(path: str, plan: Mapping[str, SitePlan]) -> str:
-    """Return the convolution, or the add, from which an output comes."""
+def _source_of_output(path: str, plan: Mapping[str, SitePlan]) -> str:
+    """Return the convolution or add that produces an output site."""
     while plan[path].kind == "output":
         path = plan[path].follows[0]
     return path
 
 
 def _key(site: SitePlan) -> str:
-    """Return the key of a site's group: sites with the same key form one group."""
+    """Return the group key of a site: sites with equal keys form one group."""
     layer = recurrent_layer(site)
     if layer is not None:
         return f"recurrence {layer}"
@@ -79,7 +83,7 @@ def _key(site: SitePlan) -> str:
 
 
 def recurrent_layer(site: SitePlan) -> str | None:
-    """Return the path of the recurrent layer that a site is a product of, without its direction; None if of none."""
+    """Return the path of the recurrent layer of a site, without its direction; None for other sites."""
     host = site.name.rpartition(".forward.")[0]
     return host.removesuffix("_reverse") if site.operation in _RECURRENT else None
 
@@ -98,12 +102,12 @@ def _common_name(paths: Iterable[str]) -> str:
 
 
 def _shared(sequences: Sequence[Sequence[str]]) -> int:
-    """Return how many first entries all sequences have in common."""
+    """Return the length of the common prefix of all sequences."""
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*sequences, strict=False)))
 
 
 _MASKED = torch.finfo(torch.float32).min / 2
-"""The limit at or below which a value is taken for that of a mask, which hides a score from a softmax."""
+"""Values at or below this limit count as those of an attention mask."""
 
 
 def decide(
@@ -113,7 +117,7 @@ def decide(
     refused: Mapping[str, str],
     settings: PlanSettings,
 ) -> Plan:
-    """Return the plan of all sites, decided from the statistics."""
+    """Return the plan of all sites, decided from the statistics of calibration."""
     plan: Plan = {}
     indivisible: list[str] = []
     followed = {path for record in observation.records.values() for path in record.follows}
@@ -123,25 +127,25 @@ def decide(
         host = proxy.get_submodule(site.host_path)
         record = observation.records[site.path]
         if site.operation.name == OUTPUT and not record.operands:
-            # Nothing quantized it, or it is normalized first.
+            # No operation quantized it, or a normalization follows.
             continue
         if site.path in gates and site.path not in followed:
             continue
         kind = record.kind or site.operation.kind
-        wanted = _recurrent_format(host, settings.formats.of(site.path, kind), settings)
-        reason, rule = _refusal(site, host, record, refused, settings, wanted, calibrated=observation.batches > 0)
-        operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
+        requested = _recurrent_format(host, settings.formats.of(site.path, kind), settings)
+        reason, rule = _refusal(site, host, record, refused, settings, requested, calibrated=observation.batches > 0)
+        operands = () if reason else operand_plans(site, host, record, refused, settings, requested, indivisible)
         # A computed weight is computed outside of its site.
         operands = tuple(
             replace(o, read_outside=None if o.computation else observation.read_outside.get(o.parameter or ""))
             for o in operands
         )
         if not reason:
-            reason, rule = _product_alone(record, operands, settings), settings.profile.rule
+            reason, rule = _one_sided_add(record, operands, settings), settings.profile.rule
         if not reason:
-            reason = _whole(site, operands, wanted)
-            rule = wanted.rule or (
-                settings.profile.rule if reason is None else _rule(site, operands, refused, settings)
+            reason = _refusal_of_operands(site, operands, requested)
+            rule = requested.rule or (
+                settings.profile.rule if reason is None else _configured_rule(site, operands, refused, settings)
             )
         quantized = reason is None
         if not quantized:
@@ -165,7 +169,7 @@ def decide(
     if indivisible:
         raise ConfigError(indivisible)
     plan = _whole_attention(_fused_attention(plan, observation, settings.profile), settings.profile)
-    plan = without_orphans(_tables_alone(_whole_recurrences(plan), settings))
+    plan = without_orphans(_without_shared_tables(_whole_recurrences(plan), settings))
     names = group_names(plan)
     return {
         path: replace(entry, operands=tuple(replace(o, group=names.get((path, o.name))) for o in entry.operands))
@@ -179,23 +183,23 @@ def _refusal(
     record: SiteStatistics,
     refused: Mapping[str, str],
     settings: PlanSettings,
-    wanted: Format,
+    requested: Format,
     *,
     calibrated: bool,
 ) -> tuple[str | None, str | None]:
-    """Return why a site is not quantized regardless of its ranges, and by which rule; (None, None) if it need not."""
+    """Return the reason and the rule that keep a site in float regardless of its ranges; (None, None) if none do."""
     if record.calls == 0 and calibrated:
-        # Whatever else holds for it: a branch that never runs counts for nothing.
+        # This reason comes first: other reasons do not matter for a branch that never runs.
         return ReasonCode.NEVER_RAN.text(), None
     if record.calls == 0 and site.source.counts:
         return ReasonCode.NOT_TENSORS.text(), None
     if site.path in refused:
         return ReasonCode.EXCLUDED.text(), refused[site.path]
     kind = record.kind or site.operation.kind
-    off = by_kind(settings.switches, kind)
-    if off is not None:
-        return ReasonCode.SWITCHED_OFF.text(), off
-    table = _table(kind, host, record, settings, wanted)
+    switch = by_kind(settings.switches, kind)
+    if switch is not None:
+        return ReasonCode.SWITCHED_OFF.text(), switch
+    table = _table_refusal(kind, host, record, settings, requested)
     if table is not None:
         return table, RuleKind.SWITCH.text(key="embedding", value="auto")
     if record.calls == 0:
@@ -208,19 +212,21 @@ def _refusal(
         return next((why for why in reasons if ReasonCode.of(why) is ReasonCode.TRANSFORMED), reasons[0]), None
     if record.left is not None:
         return record.left, None
-    behind = settings.profile.quantizes_outputs and (kind == "output" or (kind == "residual_add" and record.follows))
-    if kind not in settings.profile.site_kinds and not behind:
+    follows_convolution = settings.profile.quantizes_outputs and (
+        kind == "output" or (kind == "residual_add" and record.follows)
+    )
+    if kind not in settings.profile.site_kinds and not follows_convolution:
         return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
     if isinstance(host, RecurrentLayer) and not host.is_cell:
-        whole = settings.profile.recurrence_reason(host.kind, host.weights, projects=host.projects)
-        whole = whole or _unfit_for_steps(wanted, settings)
-        if whole is not None:
-            return whole, settings.profile.rule
-    if wanted.dynamic and kind not in ("embedding", "output"):
-        without = settings.profile.dynamic_reason(kind, record.depth or 0)
-        if without is not None:
-            return without, settings.profile.rule
-    if kind == "output" and (wanted.activations is None or wanted.dynamic):
+        recurrent = settings.profile.recurrence_reason(host.kind, host.weights, projects=host.projects)
+        recurrent = recurrent or _unfit_for_steps(requested, settings)
+        if recurrent is not None:
+            return recurrent, settings.profile.rule
+    if requested.dynamic and kind not in ("embedding", "output"):
+        dynamic = settings.profile.dynamic_reason(kind, record.depth or 0)
+        if dynamic is not None:
+            return dynamic, settings.profile.rule
+    if kind == "output" and (requested.activations is None or requested.dynamic):
         return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
     if kind not in ("residual_add", "embedding", "output"):
         # A dimension that varies with the data is not checked: it may be large in use.
@@ -229,29 +235,29 @@ def _refusal(
         if too_small is not None:
             return too_small, settings.profile.rule
     missing = settings.profile.kernel_reason(site.operation.name)
-    if missing is not None and wanted.activations is not None:
+    if missing is not None and requested.activations is not None:
         return missing, settings.profile.rule
-    wrong = _wrong_convolution(site, record, settings) if wanted.activations is not None else None
+    wrong = _wrong_convolution(site, record, settings) if requested.activations is not None else None
     return (None, None) if wrong is None else (wrong, settings.profile.rule)
 
 
-def _recurrent_format(host: nn.Module, wanted: Format, settings: PlanSettings) -> Format:
-    """Return the formats of a site; in a recurrent layer whose kernel takes ranges at run time, those of the kernel."""
+def _recurrent_format(host: nn.Module, requested: Format, settings: PlanSettings) -> Format:
+    """Return the formats of a site; dynamic UINT8 for recurrent layers whose kernel takes ranges at run time."""
     at_run_time = settings.profile.recurrences.at_run_time
-    if not isinstance(host, RecurrentLayer) or host.is_cell or not at_run_time or wanted.activations is None:
-        return wanted
-    return wanted if wanted.activations.is_float else replace(wanted, activations=UINT8, dynamic=True)
+    if not isinstance(host, RecurrentLayer) or host.is_cell or not at_run_time or requested.activations is None:
+        return requested
+    return requested if requested.activations.is_float else replace(requested, activations=UINT8, dynamic=True)
 
 
-def _unfit_for_steps(wanted: Format, settings: PlanSettings) -> str | None:
-    """Return why a recurrent layer is not quantized in these formats; None if there is a loop with them."""
-    plain = wanted.activations is not None and wanted.block_size is None and not wanted.weights.is_packed
-    fits = plain and wanted.dynamic == settings.profile.recurrences.at_run_time
+def _unfit_for_steps(requested: Format, settings: PlanSettings) -> str | None:
+    """Return why a recurrent layer cannot be quantized in these formats; None if it can."""
+    plain = requested.activations is not None and requested.block_size is None and not requested.weights.is_packed
+    fits = plain and requested.dynamic == settings.profile.recurrences.at_run_time
     return None if fits else ReasonCode.RECURRENT_FORMAT.text()
 
 
 def _wrong_convolution(site: Site, record: SiteStatistics, settings: PlanSettings) -> str | None:
-    """Return why the target would compute a convolution wrongly; None if it would not, or the weight is not known."""
+    """Return why the target would compute a convolution incorrectly; None if it would not."""
     operand = record.operands.get("weight")
     if site.operation.geometry is not weighted or operand is None or operand.weight is None:
         return None
@@ -259,43 +265,44 @@ def _wrong_convolution(site: Site, record: SiteStatistics, settings: PlanSetting
     return settings.profile.convolution_reason(shape[1], shape[-1]) if site.operation.kind == "conv" else None
 
 
-def _table(kind: str, host: nn.Module, record: SiteStatistics, settings: PlanSettings, wanted: Format) -> str | None:
-    """Return why 'auto' leaves the table of an embedding in float; None if it does not."""
+def _table_refusal(
+    kind: str, host: nn.Module, record: SiteStatistics, settings: PlanSettings, requested: Format
+) -> str | None:
+    """Return why 'auto' keeps an embedding table in float; None if it does not."""
     if kind != "embedding" or settings.switches["embedding"] != "auto":
         return None
     table = record.operands["weight"].weight if "weight" in record.operands else None
     reason = settings.profile.table_reason(None if table is None else math.prod(table.shape))
-    if reason is None and (wanted.weights != INT8 or wanted.block_size is not None or not settings.per_channel):
+    if reason is None and (requested.weights != INT8 or requested.block_size is not None or not settings.per_channel):
         return ReasonCode.TABLE_CODES.text()
     limited = reason is None and getattr(host, "max_norm", None) is not None
     return ReasonCode.TABLE_LIMITED.text() if limited else reason
 
 
-def _tables_alone(plan: Plan, settings: PlanSettings) -> Plan:
-    """Return the plan with the tables in float that 'auto' would store twice: others read them as floats."""
+def _without_shared_tables(plan: Plan, settings: PlanSettings) -> Plan:
+    """Return the plan without tables that 'auto' would store twice because other code reads them in float."""
     if settings.switches["embedding"] != "auto":
         return plan
-    left: Plan = {}
+    unquantized: Plan = {}
     for entry in plan.values():
         if entry.kind != "embedding" or not entry.quantized:
             continue
         table = entry.operands[0]
-        tied = (other.name for other in plan.values() if not other.quantized and table.parameter in other.reads)
-        where = next(tied, table.read_outside)
+        readers = (other.name for other in plan.values() if not other.quantized and table.parameter in other.reads)
+        where = next(readers, table.read_outside)
         if where is not None:
             rule = RuleKind.SWITCH.text(key="embedding", value="auto")
-            left[entry.name] = _floated(entry, ReasonCode.TABLE_READ.text(where=where), rule)
-    return {**plan, **left}
+            unquantized[entry.name] = _floated(entry, ReasonCode.TABLE_READ.text(where=where), rule)
+    return {**plan, **unquantized}
 
 
-def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str | None:
-    """Return why a whole site is not quantized; None if not. A product quantizes all operands, none, or weights
-    only."""
+def _refusal_of_operands(site: Site, operands: tuple[OperandPlan, ...], requested: Format) -> str | None:
+    """Return why a site is not quantized given the plans of its operands; None if it is."""
     missing = [operand for operand in operands if not operand.quantized]
     if site.operation.kind != "residual_add":
         if len(operands) < len(site.operation.operands):
             return ReasonCode.OPERAND_UNSEEN.text()
-        if wanted.activations is None and any(operand.quantized for operand in operands):
+        if requested.activations is None and any(operand.quantized for operand in operands):
             return None
         return missing[0].reason if missing else None
     if any(operand.minimum is not None and operand.minimum <= _MASKED for operand in operands):
@@ -303,8 +310,8 @@ def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str
     return (missing[0].reason if missing else ReasonCode.NONE_SEEN.text()) if len(missing) == len(operands) else None
 
 
-def _product_alone(record: SiteStatistics, operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str | None:
-    """Return why a residual add is not quantized if only its product's side can be quantized; None if it need not."""
+def _one_sided_add(record: SiteStatistics, operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str | None:
+    """Return why a residual add is not quantized if only the layer's side can be quantized; None if none."""
     if settings.switches["residual_add"] != "auto":
         return None
     quantized = [operand for operand in operands if operand.quantized]
@@ -314,18 +321,18 @@ def _product_alone(record: SiteStatistics, operands: tuple[OperandPlan, ...], se
     return settings.profile.add_reason(missing.name, missing.reason or "")
 
 
-def _rule(
+def _configured_rule(
     site: Site, operands: tuple[OperandPlan, ...], refused: Mapping[str, str], settings: PlanSettings
 ) -> str | None:
-    """Return the rule that keeps operands in float that could be quantized; None if there is none."""
+    """Return the configured rule that keeps quantizable operands in float; None if there is none."""
     excluded = (refused.get(f"{site.path}.{operand.name}") for operand in operands)
-    found = next((rule for rule in excluded if rule is not None), None)
+    rule = next((each for each in excluded if each is not None), None)
     auto = site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto"
-    return found or (RuleKind.SWITCH.text(key="residual_add", value="auto") if auto and operands else None)
+    return rule or (RuleKind.SWITCH.text(key="residual_add", value="auto") if auto and operands else None)
 
 
 def _products_by_function(plan: Plan) -> Iterable[list[SitePlan]]:
-    """Return the products of two activations that ran, grouped by the function that they are in."""
+    """Return the MatMuls of two activations that ran, grouped by their function."""
     functions: dict[str, list[SitePlan]] = defaultdict(list)
     for entry in plan.values():
         if entry.kind == "matmul" and ReasonCode.of(entry.reason) is not ReasonCode.NEVER_RAN:
@@ -334,8 +341,8 @@ def _products_by_function(plan: Plan) -> Iterable[list[SitePlan]]:
 
 
 def _fused_attention(plan: Plan, observation: Seen, profile: TargetProfile) -> Plan:
-    """Return the plan with all products of an attention in float if the target does not fuse it in its format."""
-    left: Plan = {}
+    """Return the plan with an attention in float if the target has no fused kernel for its format."""
+    unquantized: Plan = {}
     for entries in _products_by_function(plan):
         records = [observation.records[entry.name] for entry in entries]
         if not any(operand.softmax for record in records for operand in record.operands.values()):
@@ -348,8 +355,10 @@ def _fused_attention(plan: Plan, observation: Seen, profile: TargetProfile) -> P
         )
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is not None:
-            left.update({entry.name: _floated(entry, reason, profile.rule) for entry in entries if entry.quantized})
-    return {**plan, **left}
+            unquantized.update(
+                {entry.name: _floated(entry, reason, profile.rule) for entry in entries if entry.quantized}
+            )
+    return {**plan, **unquantized}
 
 
 def _floated(entry: SitePlan, reason: str, rule: str | None) -> SitePlan:
@@ -358,8 +367,8 @@ def _floated(entry: SitePlan, reason: str, rule: str | None) -> SitePlan:
 
 
 def _whole_attention(plan: Plan, profile: TargetProfile) -> Plan:
-    """Return the plan with FP8 products in float if others of their attention are not in FP8: it is fused whole."""
-    torn = [
+    """Return the plan with the FP8 MatMuls of an attention in float unless all of its MatMuls are FP8."""
+    partial = [
         entry
         for entries in _products_by_function(plan)
         if any(map(_in_fp8, entries)) and not all(map(_in_fp8, entries))
@@ -367,23 +376,25 @@ def _whole_attention(plan: Plan, profile: TargetProfile) -> Plan:
         if _in_fp8(entry)
     ]
     reason = ReasonCode.TORN_ATTENTION.text()
-    return {**plan, **{entry.name: _floated(entry, reason, profile.rule) for entry in torn}}
+    return {**plan, **{entry.name: _floated(entry, reason, profile.rule) for entry in partial}}
 
 
 def _whole_recurrences(plan: Plan) -> Plan:
-    """Return the plan with all products of a recurrent layer in float if one of them is: its loop is one operator."""
+    """Return the plan with a recurrent layer in float if one of its MatMuls is: its loop is one operator."""
     layers: dict[str, list[SitePlan]] = defaultdict(list)
     for entry in plan.values():
         layer = recurrent_layer(entry)
         if layer is not None and ReasonCode.of(entry.reason) is not ReasonCode.NEVER_RAN:
             layers[layer].append(entry)
-    left: Plan = {}
+    unquantized: Plan = {}
     for entries in layers.values():
-        out = next((entry for entry in entries if not entry.quantized), None)
-        if out is not None:
-            reason = ReasonCode.TORN_RECURRENCE.text(why=out.reason)
-            left.update({entry.name: _floated(entry, reason, out.rule) for entry in entries if entry.quantized})
-    return {**plan, **left}
+        in_float = next((entry for entry in entries if not entry.quantized), None)
+        if in_float is not None:
+            reason = ReasonCode.TORN_RECURRENCE.text(why=in_float.reason)
+            unquantized.update(
+                {entry.name: _floated(entry, reason, in_float.rule) for entry in entries if entry.quantized}
+            )
+    return {**plan, **unquantized}
 
 
 def _in_fp8(entry: SitePlan) -> bool:

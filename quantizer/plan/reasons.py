@@ -1,8 +1,8 @@
-"""The reasons for sites in float, and the kinds of rule that decide about sites, as codes.
+"""The reasons why sites are not quantized, and the rules that decide about sites.
 
-The value of a code is the template of its sentence. Plans and files contain the sentence, and only this module turns it
-back into its code. A sentence that matches no template, such as one about a source file that cannot be read, has the
-code ``OTHER``.
+The value of each enum member is the template of its sentence. Plans and files contain the sentence; only this module
+parses it back into the member and its fields. A sentence that matches no template, such as an error about a source file
+that cannot be read, becomes ``OTHER``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)")
 
 
 class _Template(Enum):
-    """Templates of sentences with named fields; ``text`` makes a sentence, and ``read`` parses it."""
+    """Enum of sentence templates with named fields; ``text`` fills a template, ``read`` parses a sentence."""
 
     def text(self, **fields: object) -> str:
         """Return the sentence with its fields filled in."""
@@ -31,22 +31,22 @@ class _Template(Enum):
 
     @classmethod
     def read(cls, text: str) -> tuple[Self, dict[str, str]]:
-        """Return the code of a sentence, and its fields."""
-        found = ((code, _pattern(code.value).fullmatch(text)) for code in cls)
-        return next((code, match.groupdict()) for code, match in found if match is not None)
+        """Return the enum member of a sentence, and the values of its fields."""
+        matches = ((code, _pattern(code.value).fullmatch(text)) for code in cls)
+        return next((code, match.groupdict()) for code, match in matches if match is not None)
 
     @classmethod
     @lru_cache(maxsize=4096)
     def of(cls, text: str) -> Self:
-        """Return the code of a sentence."""
+        """Return the enum member of a sentence."""
         return cls.read(text)[0]
 
 
 @cache
 def _pattern(template: str) -> re.Pattern[str]:
     parts = []
-    for words, name, _, _ in Formatter().parse(template):
-        parts.append(re.escape(words))
+    for literal, name, _, _ in Formatter().parse(template):
+        parts.append(re.escape(literal))
         if name is not None:
             parts.append(f"(?P<{name}>.*)" if name in _WITH_SPACES else rf"(?P<{name}>\S+)")
     return re.compile("".join(parts), re.DOTALL)
@@ -142,7 +142,7 @@ class ReasonCode(_Template):
     SLOWER = "slower in low precision than in float: {low} us, float {float}, {where}"
     IN_FLOAT32 = "{why}, in float32: calibration observed {largest} here, and the maximum of float16 is {end}"
 
-    # The text of the model: what cannot be rewritten, and what to write instead.
+    # The source of the model: code that cannot be rewritten, and what to write instead.
     SCRIPTED = (
         "TorchScript compiled it and its Python source is not available, so it is not quantized; to quantize it, use "
         "the original module"
@@ -213,9 +213,9 @@ class ReasonCode(_Template):
 
 
 class RuleKind(_Template):
-    """The rules that decide about a site, apart from the observations of calibration."""
+    """The rules that decide about a site before calibration statistics do."""
 
-    INCLUDE = "not among the included"
+    INCLUDE = "not matched by include"
     EXCLUDE = "exclude.{key}: {value}"
     SWITCH = "sites.{key}: {value}"
     FORMAT = "formats[{key}]"
@@ -225,16 +225,16 @@ class RuleKind(_Template):
 
 
 def counted(texts: Iterable[str]) -> list[tuple[str, int]]:
-    """Return the number of occurrences of each reason, the most frequent first.
+    """Return each reason with its number of occurrences, the most frequent first.
 
-    Reasons that differ only in numbers are counted together, with ``…`` for the numbers that differ.
+    Reasons that differ only in numbers are counted together, with ``…`` in place of these numbers.
     """
-    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    by_words: dict[tuple[str, ...], list[list[str]]] = {}
     for text in texts:
         parts = _NUMBER.split(text)
-        alike.setdefault(tuple(parts[::2]), []).append(parts)
+        by_words.setdefault(tuple(parts[::2]), []).append(parts)
     counts: Counter[str] = Counter()
-    for group in alike.values():
+    for group in by_words.values():
         columns = zip(*group, strict=True)
-        counts["".join(same[0] if len(set(same)) == 1 else "…" for same in columns)] += len(group)
+        counts["".join(column[0] if len(set(column)) == 1 else "…" for column in columns)] += len(group)
     return counts.most_common()

@@ -85,7 +85,7 @@ def test_each_expert_has_ranges_of_its_own(granularity: str, shapes: list[tuple[
 def test_experts_without_a_row_are_named_and_quantized() -> None:
     quantizer = calibrated(Experts())
     notes = {operand.note for operand in weights(quantizer)}
-    assert notes == {"no row of calibration reached 1 of 4 experts (2): the others' inputs give the range"}
+    assert notes == {"no calibration sample reached 1 of 4 experts (2); the range comes from the other experts"}
     model = Experts()
     reached = batch(4, (3, 6, 18, _ROWS))
     given = calibrated(model).quantize(model)(**reached)

@@ -302,7 +302,7 @@ def test_a_weight_that_is_read_outside_of_its_site_is_float_there(hooked: bool, 
     assert torch.equal(frozen.first.weight, model.first.weight)
     assert ("weight" in frozen.second._parameters) == hooked
     reason = next(row.reason for row in q.coverage.rows if row.name == "first.forward.linear_0")
-    assert "weight: read as floats outside of its site too, <toy_net_" in reason
+    assert "weight: also read in float outside of its site, <toy_net_" in reason
     q.save(tmp_path / "q")
     assert torch.equal(Quantizer.load(tmp_path / "q").quantize(model)(X), frozen(X))
 

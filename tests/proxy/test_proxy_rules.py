@@ -221,7 +221,7 @@ def test_what_is_included(rules: dict[str, list[str]], names: list[str]) -> None
 def test_what_is_not_included_says_so() -> None:
     assert len(_quantized(include={"module_types": ["Linear"]})) == 73
     rows = _covered(include={"names": ["head"]})
-    assert {row.rule for row in rows if not row.quantized} == {"not among the included"}
+    assert {row.rule for row in rows if not row.quantized} == {"not matched by include"}
 
 
 def test_exclude_beats_include_on_the_same_module() -> None:
