@@ -1,14 +1,10 @@
-"""A plan applied to a proxy, and the check that the tensors it shares have not changed since.
+"""Apply a plan to a proxy, detect changes of shared tensors, and reuse frozen proxies during a search.
 
-Copies of all of them would take the memory of the float model again. So the proxy copies small tensors, and detects
-changes of the others by torch's version counter, which every in-place operation increases, and by a checksum of a
-sample, for writes through ``.data``.
+A proxy copies small tensors only. It detects changes of other tensors by torch's version counter, and by a checksum of
+a sample for writes through ``.data``.
 
-Frozen proxies of one model under plans that differ in a few groups, one after another, as a search tries them.
-
-A proxy is built once. For each plan it is restored to the state in which it was built and then frozen as any other, so
-that nothing is left of the plan before, nor of what was done with the proxy. The codes of a weight depend on its own
-entry of the plan alone, so that plans that share the entry share the codes, which are computed once.
+``FrozenTries`` builds a proxy once and restores it for each plan of a search. The integers of a weight depend only on
+its own entry of the plan, so plans that share an entry share them.
 """
 
 from __future__ import annotations
@@ -42,13 +38,13 @@ from quantizer.proxy.weight import operand_of
 from quantizer.utils.fingerprint import tensor_version
 
 SMALL = 2**16
-"""The most elements of a tensor that is copied: a bias, a normalization, the head of a classifier."""
+"""The largest number of elements of a tensor that is copied: biases, normalizations, classifier heads."""
 
 _SAMPLE = 256
 
 
 class WatchedTensor:
-    """A parameter, with the version, address and checksum of a sample that it had."""
+    """A parameter with its original version, address and checksum of a sample."""
 
     def __init__(self, path: str, tensor: Tensor) -> None:
         self.path = path
@@ -58,7 +54,7 @@ class WatchedTensor:
         self._checksum = self._checked()
 
     def changed(self) -> bool:
-        """Return whether the parameter is there and has other values than it had."""
+        """Return whether the parameter still exists and its values changed."""
         tensor = self._tensor()
         if tensor is None:
             return False
@@ -66,36 +62,36 @@ class WatchedTensor:
         return moved or self._checked() != self._checksum
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is this one, with the values that it had."""
+        """Return whether ``tensor`` is this parameter with its original values."""
         return self._tensor() is tensor and not self.changed()
 
     def is_of(self, module: nn.Module, name: str) -> bool:
-        """Return whether a module still has the tensor or its memory: a cast gives the module its own."""
-        tensor, held = self._tensor(), dict(module._parameters.items()).get(name)
-        if tensor is held or tensor is None or held is None or tensor.layout is not torch.strided:
-            return held is tensor
-        return held.layout is torch.strided and held.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+        """Return whether a module still uses the tensor or its memory; a cast gives the module a new tensor."""
+        tensor, current = self._tensor(), dict(module._parameters.items()).get(name)
+        if tensor is current or tensor is None or current is None or tensor.layout is not torch.strided:
+            return current is tensor
+        return current.layout is torch.strided and current.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
     def _checked(self) -> int:
         # Not an operation of torch: a trace would record it, and a dispatch mode would count it.
         return 0 if self._sample is None else zlib.crc32(self._sample.tobytes())
 
 
-def watch(proxy: nn.Module, verb: str, wanted: Callable[[Tensor], bool]) -> None:
-    """Make each module of a proxy check its own parameters when it is called, and raise if one changed."""
+def watch(proxy: nn.Module, verb: str, selects: Callable[[Tensor], bool]) -> None:
+    """Make each module of a proxy raise a ProxyError when it is called after one of its parameters changed."""
     checks: list[tuple[nn.Module, _Check]] = []
     for path, module in proxy.named_modules():
         watched = {
             name: WatchedTensor(f"{path}.{name}" if path else name, parameter)
             for name, parameter in module._parameters.items()
-            if parameter is not None and not parameter.is_meta and wanted(parameter)
+            if parameter is not None and not parameter.is_meta and selects(parameter)
         }
         if watched:
             checks.append((module, _Check(watched, verb)))
             if not isinstance(module, torch.jit.ScriptModule):
                 module.register_forward_pre_hook(LocalHook(checks[-1][1]))
     if any(module is not proxy for module, _ in checks):
-        # Other modules may read a parameter whose own module is never called; TorchScript runs no hooks of its parts.
+        # Other modules may read a parameter whose own module is never called; TorchScript runs no hooks of submodules.
         proxy.register_forward_pre_hook(LocalHook(partial(_check_all, checks)))
 
 
@@ -118,8 +114,8 @@ class _Check:
             elif watched.changed():
                 raise ProxyError(
                     f"{watched.path} changed since {self._verb}(model): this proxy shares it with the model, and its "
-                    f"integers are of the weights before; call {self._verb}(model) again, or take copy.deepcopy() of "
-                    "the proxy before the model changes"
+                    f"integers are those of the old weights; call {self._verb}(model) again, or copy.deepcopy() the "
+                    "proxy before the model changes"
                 )
 
 
@@ -135,7 +131,7 @@ def _sample(tensor: Tensor) -> Any:
 def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Set the scale of every operand that the plan quantizes; sites stay inactive.
 
-    Where calls have ranges of their own, passes must number them, see ``with_passes``.
+    If calls have ranges of their own, passes must number them, see ``with_passes``.
     """
     add_planned_outputs(proxy, plan)
     sites = {site.path: site for site in sites_of(proxy) if site.operation.name != OUTPUT or site.path in plan}
@@ -143,7 +139,7 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     if missing:
         raise ProxyError(
             f"the calibration belongs to another model: {len(missing)} sites differ, the first is {missing[0]!r}; "
-            "calibrate this model with a Quantizer of its own"
+            "calibrate this model with a new Quantizer"
         )
     for path, entry in plan.items():
         _apply_site_plan(sites[path], entry)
@@ -151,17 +147,14 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 
 def with_passes(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
-    """Return the proxy, whose passes number the calls of its sites if the plan tells calls apart."""
+    """Return the proxy; its passes number the calls of sites if calls have ranges of their own."""
     if any(operand.several_ranges for entry in plan.values() for operand in entry.operands):
         number_calls(proxy)
     return proxy
 
 
 def _apply_site_plan(site: Site, entry: SitePlan) -> None:
-    """Set the shift of one site's bias, and scales and factor of each operand that the plan quantizes.
-
-    The site is not switched on.
-    """
+    """Set the bias shift of a site, and the scale and factor of each operand, without switching the site on."""
     site.bias_shift = None if entry.bias_shift is None else entry.bias_shift.detach().clone()
     for planned in entry.operands:
         if planned.quantized:
@@ -172,41 +165,43 @@ def _apply_site_plan(site: Site, entry: SitePlan) -> None:
                 assert planned.scale is not None
                 quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
                 if planned.several_ranges:
-                    held = [(torch.tensor(call.scale, dtype=torch.float32), call.zero_point) for call in planned.calls]
-                    quantizer.set_calls(site.path, held)
+                    ranges = [
+                        (torch.tensor(call.scale, dtype=torch.float32), call.zero_point) for call in planned.calls
+                    ]
+                    quantizer.set_calls(site.path, ranges)
                     site.counts_calls = True
             quantizer.is_weight, quantizer.contiguous = planned.role == "weight", planned.as_computed
             quantizer.set_codes(planned.codes)
         if planned.factor is not None and (planned.quantized or entry.quantized):
-            # An input in float is multiplied, too, where the weight has its factors.
+            # A float input is also multiplied if the weight contains the factors.
             apply_factor(site.quantizer_of(planned.name), planned)
 
 
 def apply_factor(quantizer: OperandQuantizer, planned: OperandPlan) -> None:
-    """Set the factor of a quantizer if the plan migrates outliers."""
+    """Set the SmoothQuant factor of a quantizer, if the plan has one."""
     if planned.factor is not None:
         assert planned.smooth_axis is not None
         quantizer.set_factor(planned.factor, planned.smooth_axis)
 
 
 def switch_on(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Switch on the sites that the plan quantizes; the others are not quantized."""
+    """Switch on the sites that the plan quantizes, and all others off."""
     for site in sites_of(proxy):
-        # A result that nothing followed in calibration is in no plan.
+        # Output sites that calibration did not observe are in no plan.
         site.active = site.path in plan and plan[site.path].quantized
 
 
 def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Store the weights that the plan quantizes as codes in their sites; the modules keep their parameters."""
+    """Store the quantized weights as integers in their sites; the modules keep their parameters."""
     for site, quantizer, planned in planned_weights(proxy, plan):
         quantizer.store(_weight(proxy, site, planned))
 
 
 def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Store the weights, remove the float ones, and switch the planned sites on.
+    """Store the weights as integers, remove the float weights, and switch the planned sites on.
 
-    A parameter is removed, and read from the site through a property, if only one site of its own module reads it. It
-    stays beside the codes if it is read elsewhere too (tied to an embedding, or by a hook) or is read through a view.
+    A parameter is removed if only one site of its own module reads it; the module then reads it from the site. It
+    remains if other code reads it (a tied embedding, a hook) or if the site reads a view of it.
     """
     store_weights(proxy, plan)
     _seal(proxy, plan)
@@ -229,9 +224,9 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 
 def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan], *, fused: bool = False) -> nn.Module:
-    """Return the frozen proxy of a plan: ranges fixed, weights stored as codes, in eval mode.
+    """Return the frozen proxy of a plan: static ranges, weights as integers, in eval mode.
 
-    ``fused``: leave the model its own attention where the plan quantizes no product of activations.
+    ``fused``: keep the model's own attention if the plan quantizes no MatMul of two activations.
     """
     own = fused and not any(entry.quantized and entry.kind == "matmul" for entry in plan.values())
     proxy = build_proxy(model, eager_attention=not own).eval()
@@ -240,7 +235,7 @@ def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan], *, fused: bool 
 
 
 def frozen_new(proxy: nn.Module, model: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
-    """Return a proxy that was just built of a model, in eval mode, frozen by a plan."""
+    """Freeze a newly built proxy of a model by a plan, and return it."""
     OwnBuffers(proxy, model)
     apply_plan(proxy, plan)
     freeze(proxy, plan)
@@ -248,7 +243,7 @@ def frozen_new(proxy: nn.Module, model: nn.Module, plan: Mapping[str, SitePlan])
 
 
 def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Collection[str]) -> None:
-    """Give a proxy on the meta device the scales of a frozen proxy and empty tensors, to load its weights into."""
+    """Prepare a proxy on the meta device for loading: set scales, and create empty tensors for the weights."""
     apply_plan(proxy, plan)
     _seal(proxy, plan)
     for site, quantizer, planned in planned_weights(proxy, plan):
@@ -263,7 +258,7 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
 
 
 def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[str]:
-    """Return the paths of the parameters that were removed from a frozen proxy, which reads them from its sites."""
+    """Return the paths of parameters that a frozen proxy reads from its sites instead of its modules."""
     weights = (
         (planned.parameter or "", *_owner(proxy, planned))
         for _, _, planned in planned_weights(proxy, plan)
@@ -273,13 +268,12 @@ def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[s
 
 
 def add_planned_outputs(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Give a proxy the sites that a plan has for results."""
+    """Add the output sites of a plan to a proxy."""
     add_output_sites(proxy, {path for path, entry in plan.items() if entry.kind == OUTPUT})
 
 
 def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
-    """Return whether a proxy was frozen by exactly this plan: the same sites on, with the same formats, scales and
-    chosen codes."""
+    """Return whether a proxy was frozen by exactly this plan: equal sites, formats, scales and chosen integers."""
     sites = {site.path: site for site in sites_of(proxy)}
     if set(sites) != set(plan):
         return False
@@ -293,7 +287,7 @@ def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
 
 
 def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) -> None:
-    """Raise if a file's float type cannot represent the scales of a frozen proxy, apart from rounding of digits."""
+    """Raise a ProxyError if ``scale_dtype`` cannot represent the scales of a frozen proxy."""
     for site in sites_of(proxy):
         for quantizer in quantizers_of(site):
             scale = quantizer.scale
@@ -305,19 +299,19 @@ def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) 
                 first, name = float(scale[lost].flatten()[0]), str(scale_dtype).removeprefix("torch.")
                 raise ProxyError(
                     f"this model was quantized for another backend than {backend}: scales of {site.path}, such as "
-                    f"{first:.3g}, are no numbers of {name}; "
+                    f"{first:.3g}, cannot be represented in {name}; "
                     f"export it with the Quantizer that quantized it, or quantize with its for_backend({backend!r})"
                 )
 
 
-def _same_shift(held: Tensor | None, planned: Tensor | None) -> bool:
-    if held is None or planned is None:
-        return held is planned
-    return torch.equal(held, planned.to(held))
+def _same_shift(current: Tensor | None, planned: Tensor | None) -> bool:
+    if current is None or planned is None:
+        return current is planned
+    return torch.equal(current, planned.to(current))
 
 
 def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
-    """Return whether a frozen quantizer has the state, format, scale and chosen codes of the plan."""
+    """Return whether a frozen quantizer has the state, format, scale and chosen integers of the plan."""
     if not planned.quantized:
         return not quantizer.enabled
     if quantizer.dynamic or planned.dynamic:
@@ -355,20 +349,20 @@ def _weight(proxy: nn.Module, site: Site, planned: OperandPlan) -> Tensor:
         except (KeyError, ValueError) as error:
             raise ProxyError(
                 f"{site.path}: the calibration belongs to another model, whose weight is computed from "
-                f"{', '.join(planned.parameters)} ({error}); calibrate this model with a Quantizer of its own"
+                f"{', '.join(planned.parameters)} ({error}); calibrate this model with a new Quantizer"
             ) from error
     owner, name = _owner(proxy, planned)
     parameter = owner._parameters.get(name)
     if parameter is None:
         raise ProxyError(
             f"{site.path}: the calibration belongs to another model, whose weight is {planned.parameter!r}; "
-            "calibrate this model with a Quantizer of its own"
+            "calibrate this model with a new Quantizer"
         )
     return parameter if planned.view is None else planned.view.of(parameter)
 
 
 def _frozen_operand(proxy: nn.Module, site: Site, planned: OperandPlan) -> FrozenOperand | None:
-    """Return the check of a frozen weight; None where the module has handed its parameter over."""
+    """Return the check of a frozen weight; None if its module no longer has the parameter."""
     name = f"{site.path}.{planned.name}"
     if planned.computation is not None:
         return ComputedOperand(name, _weight(proxy, site, planned))
@@ -379,21 +373,18 @@ def _frozen_operand(proxy: nn.Module, site: Site, planned: OperandPlan) -> Froze
 
 
 def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuantizer, planned: OperandPlan) -> None:
-    """Remove a module's parameter, so that the module reads it from the site."""
+    """Remove a parameter from its module, so that the module reads it from the site."""
     del owner._parameters[name]
     owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
-    # The module's property gives the weight without the factor, so with a factor the site reads its own codes.
+    # The module's property returns the weight without the factor, so with a factor the site reads its own integers.
     quantizer.handed_over = quantizer.factor is None
     if site.operation.kind == "embedding":
-        # A lookup needs few of its samples.
+        # A lookup needs few rows of the table.
         LazyWeight.of(quantizer)
 
 
 def _list_weights(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
-    """Make every module list the stored weights below it among its parameters; return whether there are any.
-
-    ``known`` holds the answers for the modules that were visited.
-    """
+    """Make every module list the stored weights below it among its parameters; return whether there are any."""
     if module not in known:
         known[module] = hasattr(type(module), "_quantizer_stored")
         # Not any(), which would stop at the first child.
@@ -407,7 +398,7 @@ def _list_weights(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
 def planned_weights(
     proxy: nn.Module, plan: Mapping[str, SitePlan]
 ) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:
-    """Yield the weight operands that the plan quantizes."""
+    """Yield the weights that the plan quantizes: site, quantizer and plan of the operand."""
     for site in sites_of(proxy):
         if site.path not in plan:
             continue
@@ -419,14 +410,14 @@ def planned_weights(
 
 
 def _owner(proxy: nn.Module, weight: OperandPlan) -> tuple[nn.Module, str]:
-    """Return the module of a weight's parameter, and the parameter's name in it."""
+    """Return the module that has a weight's parameter, and the parameter's name."""
     path, _, name = (weight.parameter or "").rpartition(".")
     try:
         return proxy.get_submodule(path), name
     except AttributeError as error:
         raise ProxyError(
             f"the calibration belongs to another model, which has a weight {weight.parameter!r} ({error}); calibrate "
-            "this model with a Quantizer of its own"
+            "this model with a new Quantizer"
         ) from error
 
 
@@ -435,9 +426,9 @@ _FIXED = (bool, int, float, str, type(None), torch.dtype, torch.device, BuiltinF
 
 
 class FrozenTries:
-    """Frozen proxies of a model, each for use until the next one is asked for.
+    """Frozen proxies of a model for one plan after another; each is valid until the next request.
 
-    A proxy to which somebody still refers by then is left alone, and another one is built.
+    If other code still refers to the previous proxy, that one is left alone and a new one is built.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -447,11 +438,11 @@ class FrozenTries:
         self._codes: dict[tuple[str, str], tuple[OperandPlan, Tensor]] = {}
 
     def of(self, plan: Mapping[str, SitePlan]) -> nn.Module:
-        """Return the frozen proxy of a plan, equal to that of ``frozen_proxy``."""
+        """Return the frozen proxy of a plan, equal to the result of ``frozen_proxy``."""
         self._forget_if_changed()
-        if self._built is None or not self._built.put_back():
+        if self._built is None or not self._built.restore():
             self._built = _Built(build_proxy(self._model, eager_attention=True).eval())
-        # No variable holds the proxy, as references to it are counted.
+        # No variable may refer to the proxy, because references to it are counted.
         known = {path: self._with_codes(path, entry) for path, entry in plan.items()}
         frozen_new(self._built.proxy, self._model, known)
         self._keep_codes(self._built.proxy, plan)
@@ -471,59 +462,59 @@ class FrozenTries:
     def _with_codes(self, path: str, entry: SitePlan) -> SitePlan:
         operands = []
         for planned in entry.operands:
-            of, codes = self._codes.get((path, planned.name), (None, None))
-            operands.append(planned if of is not planned else replace(planned, codes=codes))
+            source, codes = self._codes.get((path, planned.name), (None, None))
+            operands.append(planned if source is not planned else replace(planned, codes=codes))
         return replace(entry, operands=tuple(operands))
 
     def _keep_codes(self, proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         for site, quantizer, planned in planned_weights(proxy, plan):
-            of, _ = self._codes.get((site.path, planned.name), (None, None))
-            if planned.codes is None and of is not planned:
+            source, _ = self._codes.get((site.path, planned.name), (None, None))
+            if planned.codes is None and source is not planned:
                 assert quantizer.stored is not None
-                # A copy, as others may write into those of the proxy.
+                # A copy, because other code may write into the integers of the proxy.
                 self._codes[site.path, planned.name] = planned, quantizer.stored.clone()
 
 
 class _Built:
-    """A proxy that was just built, with the state of its modules: classes and attributes. Tensors are not copied."""
+    """A newly built proxy, with the classes and attributes of its modules. Tensors are not copied."""
 
     def __init__(self, proxy: nn.Module) -> None:
         self.proxy = proxy
         self._modules = list(proxy.modules())
         self._classes = [type(module) for module in self._modules]
         self._references: list[int] = []
-        self._same = {id(value): value for value in _left_alone(self._modules)}
+        self._same = {id(value): value for value in _not_copied(self._modules)}
         self._state = [vars(module).copy() for module in self._modules]
-        seen = Counter(id(value) for attributes in self._state for value in attributes.values())
+        uses = Counter(id(value) for attributes in self._state for value in attributes.values())
         shallow, deep = set(), {}
         for place, attributes in enumerate(self._state):
             for name, value in attributes.items():
-                if type(value) in _CONTAINERS and seen[id(value)] == 1 and self._holds_only_fixed(value):
+                if type(value) in _CONTAINERS and uses[id(value)] == 1 and self._has_only_fixed(value):
                     shallow.add((place, name))
                 elif not self._is_fixed(value):
                     deep[place, name] = value
         self._shallow, self._deep = shallow, self._copied(deep)
-        self._take_copies()
-        self._can_be_put_back = not any(map(_has_own_copy, self._modules))
+        self._install_copies()
+        self._restorable = not any(map(_has_own_copy, self._modules))
 
     def note_references(self) -> None:
-        """Count the references to the modules, before others get the proxy."""
+        """Count the references to the modules before the proxy is handed out."""
         self._references = self._counted()
 
-    def put_back(self) -> bool:
-        """Restore classes and attributes; return False, and change nothing, if others still refer to a module."""
-        held = any(now > then for now, then in zip(self._counted(), self._references, strict=True))
-        if held or not self._can_be_put_back:
+    def restore(self) -> bool:
+        """Restore classes and attributes; return False and change nothing if other code refers to a module."""
+        referenced = any(now > before for now, before in zip(self._counted(), self._references, strict=True))
+        if referenced or not self._restorable:
             return False
         for module, cls, attributes in zip(self._modules, self._classes, self._state, strict=True):
             module.__class__ = cls
             vars(module).clear()
             vars(module).update(attributes)
-        self._take_copies()
+        self._install_copies()
         return True
 
-    def _take_copies(self) -> None:
-        """Give the modules copies of what can change in place, so that the state here does not."""
+    def _install_copies(self) -> None:
+        """Give the modules copies of mutable attributes, so that the stored state does not change."""
         for place, name in self._shallow:
             value = self._state[place][name]
             # An ordered dictionary, which most are, is slow to copy.
@@ -541,24 +532,24 @@ class _Built:
     def _is_fixed(self, value: Any) -> bool:
         return isinstance(value, _FIXED) or id(value) in self._same
 
-    def _holds_only_fixed(self, value: Any) -> bool:
+    def _has_only_fixed(self, value: Any) -> bool:
         return all(map(self._is_fixed, value.values() if isinstance(value, dict) else value))
 
 
-def _left_alone(modules: list[nn.Module]) -> list[Any]:
-    """Return what is not copied with the attributes of modules: modules, tensors, and what nobody changes in place."""
-    same: list[Any] = list(modules)
+def _not_copied(modules: list[nn.Module]) -> list[Any]:
+    """Return the objects that copies share: modules, tensors, and attributes that are not changed in place."""
+    shared: list[Any] = list(modules)
     for module in modules:
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            of_ours = isinstance(module, SourceCall | OperandQuantizer) and not isinstance(value, dict | set)
-            if isinstance(value, Tensor | Sharing) or of_ours:
-                same.append(value)
+            ours = isinstance(module, SourceCall | OperandQuantizer) and not isinstance(value, dict | set)
+            if isinstance(value, Tensor | Sharing) or ours:
+                shared.append(value)
     parameters = {memory_of(p) for module in modules for p in module._parameters.values() if p is not None} - {None}
-    return [*same, *(tensor for tensor in reached_tensors(modules) if memory_of(tensor) in parameters)]
+    return [*shared, *(tensor for tensor in reached_tensors(modules) if memory_of(tensor) in parameters)]
 
 
 def _has_own_copy(module: nn.Module) -> bool:
-    """Return whether a class says itself how its modules are copied, so that their attributes are not all."""
+    """Return whether a class defines how its modules are copied, so that attributes alone are not enough."""
     if isinstance(module, SourceCall | OperandQuantizer):
         return False
     cls: Any = type(module)

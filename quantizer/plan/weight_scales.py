@@ -1,13 +1,10 @@
-"""The scales of weights, computed from the weights that are frozen.
+"""Ranges, scales and integers of weights in a plan.
 
-A given scale (``load_scales``, a training) is not computed from the weight and stays as it is.
+The range is the largest magnitude of the values of each scale, or a smaller one that clips a few. Scales are computed
+from the current weights, except for scales that were loaded or trained.
 
-The ranges of weights: the largest magnitude of each scale's values, or less where clipping a few costs less.
-
-The codes of weights in a plan: what ends them, and how a folder holds them.
-
-A plan holds codes where they were chosen by looking at data. Elsewhere a weight is rounded to nearest when it is
-stored. Codes belong to the weight, the scale and the factors of smoothing that they were chosen for.
+A plan contains integers only for weights whose rounding was chosen from data; others are rounded to nearest. They are
+valid only for the weight, the scale and the smoothing factors that they were chosen for.
 """
 
 from __future__ import annotations
@@ -31,44 +28,45 @@ from quantizer.plan.site_plan import OperandPlan, Plan, summary
 from quantizer.proxy.weight import Weight, operand_of
 from quantizer.utils.fingerprint import TensorStamp
 
-ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
-"""The note on the weight of a transposed convolution if no axis of it is that of the output channels."""
+ONE_SCALE = (
+    "one scale for all channels, because no axis is the axis of the output channels (grouped transposed convolution)"
+)
+"""The note on the weight of a grouped transposed convolution."""
 
-_BELOW_NORMAL = "normal numbers, and are rounded up there"
+_BELOW_NORMAL = "smallest normal number and are rounded up to it"
 
 
 def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, qmax: int | None = None) -> Tensor:
-    """Return amax / qmax, rounded to the target's float type; 1 if amax is 0 (zeros stay zeros with any scale).
+    """Return amax / qmax, rounded to the target's float type; 1 if amax is 0.
 
-    ``qmax`` is the largest code of INT8 in use, if it is less than qmax.
+    ``qmax`` overrides the largest quantized value of INT8.
     """
     scale = amax.double() / (qmax if qmax is not None and dtype == INT8 else dtype.qmax)
     return held_scale(torch.where(amax > 0, scale, torch.ones_like(scale)), scale_dtype)
 
 
 def beyond(amax: float, scale: Tensor, dtype: torch.dtype) -> str | None:
-    """Return why an operand is not quantized, if its scale is infinite in the target's float type; None if it is
-    finite."""
+    """Return why an operand is not quantized if its scale overflows the target's float type; None if it does not."""
     if bool(torch.isfinite(scale).all()):
         return None
     return ReasonCode.SCALE_TOO_LARGE.text(amax=f"{amax:.3g}", dtype=_name(dtype))
 
 
 def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, qmax: int | None) -> OperandPlan:
-    """Return the plan of a weight operand with the range and the scales of ``weight`` [*]."""
+    """Return the plan of a weight operand with the range and scales of ``weight`` [*]."""
     values, kind = as_rounded(operand, weight), qtype(operand.dtype)
-    # A smaller range makes larger codes of what it clips, which such a target cannot add.
+    # A smaller range produces larger integers, whose sums saturate on such a target.
     bounded = qmax is not None and kind == INT8
     bounds = scale_bounds(values, operand.axis, operand.block_size)
     amax = _amax(operand, values, kind, None if bounded else operand.estimate, bounds)
     if not bool(torch.isfinite(amax).all()):
         raise CalibrationError(
-            f"{operand.parameter}: the weight has NaN or infinite values, so no scale of it means anything; load a "
-            "sound checkpoint, or train with a lower rate"
+            f"{operand.parameter}: the weight has NaN or infinite values, so it has no scale; load a valid checkpoint, "
+            "or train with a lower learning rate"
         )
     scale = scale_of(amax, kind, scale_dtype, qmax)
-    kept = [text for text in (operand.note or "").split("; ") if text and not text.endswith(_BELOW_NORMAL)]
-    notes = [_note(scale, scale_dtype), *kept]
+    former = [text for text in (operand.note or "").split("; ") if text and not text.endswith(_BELOW_NORMAL)]
+    notes = [_note(scale, scale_dtype), *former]
     reason = beyond(float(amax.max()), scale, scale_dtype)
     return replace(
         operand,
@@ -85,17 +83,17 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scaled:
-    """A result of ``scaled_for``, with all that it came from."""
+    """A result of ``scaled_for`` with its inputs."""
 
     stamps: tuple[TensorStamp, ...]
-    asked: tuple[object, ...]
+    inputs: tuple[object, ...]
     result: OperandPlan
 
 
 class ScaledWeights:
-    """The results of ``scaled_for`` for the weights of a model, each computed once for the values that its weight has.
+    """A cache of ``scaled_for``: each weight is computed once for its current values.
 
-    ``look_at`` says when the values are compared with those before: they are not between two calls of it.
+    Values are compared only when ``look_at`` is called.
     """
 
     def __init__(self) -> None:
@@ -103,46 +101,43 @@ class ScaledWeights:
         self._known: dict[str, _Scaled] = {}
 
     def look_at(self, parameters: Iterable[Tensor]) -> bool:
-        """Take the stamps of parameters; return whether they are those of the last call, with the same values."""
+        """Record the state of parameters; return whether their values are unchanged since the last call."""
         now = {id(parameter): (parameter, TensorStamp.of(parameter)) for parameter in parameters}
         before, self._seen = self._seen, now
         return before.keys() == now.keys() and all(before[key][1] == stamp for key, (_, stamp) in now.items())
 
     def forget(self) -> None:
-        """Forget all results, since somebody wrote into one."""
+        """Forget all results, because one was modified in place."""
         self._known = {}
 
     def scaled(
         self, name: str, operand: OperandPlan, weight: Weight, scale_dtype: torch.dtype, qmax: int | None
     ) -> OperandPlan:
-        """Return ``scaled_for`` of the weight of ``name``, a ``SITE.OPERAND``."""
-        seen = [self._seen[id(one)][1] for one in weight.parameters if id(one) in self._seen]
-        stamps = tuple(seen) if len(seen) == len(weight.parameters) else None
-        asked = (*(getattr(operand, field.name) for field in fields(operand)), scale_dtype, qmax)
+        """Return the cached ``scaled_for`` of the operand ``name``, a ``SITE.OPERAND``."""
+        recorded = [self._seen[id(parameter)][1] for parameter in weight.parameters if id(parameter) in self._seen]
+        stamps = tuple(recorded) if len(recorded) == len(weight.parameters) else None
+        inputs = (*(getattr(operand, field.name) for field in fields(operand)), scale_dtype, qmax)
         known = self._known.get(name)
-        if known is None or known.stamps != stamps or not all(map(_alike, known.asked, asked)):
+        if known is None or known.stamps != stamps or not all(map(_alike, known.inputs, inputs)):
             result = scaled_for(operand, weight.tensor(), scale_dtype, qmax)
             if stamps is None:
                 return result
-            known = self._known[name] = _Scaled(stamps, asked, result)
+            known = self._known[name] = _Scaled(stamps, inputs, result)
         return known.result
 
     def holds(self, name: str, operand: OperandPlan, parameters: Iterable[Tensor]) -> bool:
-        """Return whether the scale of ``name`` is of a result here, and of the values that its parameters have now."""
+        """Return whether the scale of ``name`` is a cached result for the current values of its parameters."""
         known = self._known.get(name)
-        made = known is not None and known.result.amax is operand.amax and known.result.scale is operand.scale
-        return made and known is not None and known.stamps == tuple(map(TensorStamp.of, parameters))
+        same = known is not None and known.result.amax is operand.amax and known.result.scale is operand.scale
+        return same and known is not None and known.stamps == tuple(map(TensorStamp.of, parameters))
 
 
-def _alike(one: object, other: object) -> bool:
-    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
+def _alike(first: object, second: object) -> bool:
+    return first is second or (not isinstance(first, Tensor) and not isinstance(second, Tensor) and first == second)
 
 
 def with_range(operand: OperandPlan, amax: Tensor | None, scale_dtype: torch.dtype, qmax: int | None) -> OperandPlan:
-    """Return the plan of a weight with another range, in the shape of its scale; None: as it is.
-
-    ``scale_dtype`` and ``qmax`` are those of ``scaled_for``.
-    """
+    """Return the plan of a weight with the range ``amax``; None: unchanged. Other arguments as in ``scaled_for``."""
     if amax is None:
         return operand
     return replace(operand, amax=amax, scale=scale_of(amax, qtype(operand.dtype), scale_dtype, qmax))
@@ -151,9 +146,9 @@ def with_range(operand: OperandPlan, amax: Tensor | None, scale_dtype: torch.dty
 def with_scales_of_weights(
     plan: Plan, model: nn.Module, scale_dtype: torch.dtype, qmax: int | None, known: ScaledWeights | None = None
 ) -> Plan:
-    """Return the plan with scales computed from the present weights of ``model``, except for given scales.
+    """Return the plan with scales computed from the current weights of ``model``, except for given scales.
 
-    Weights with codes keep codes and scales: see ``weight_codes.without_codes`` for weights that changed.
+    Weights with chosen integers keep integers and scales; see ``without_former_codes`` for weights that changed.
     """
     result: Plan = {}
     for path, entry in plan.items():
@@ -183,14 +178,14 @@ def _holds(known: ScaledWeights | None, path: str, operand: OperandPlan, paramet
 
 
 def _beside(operand: OperandPlan, device: torch.device) -> OperandPlan:
-    """Return the plan of a weight with codes and scales on the device of the weight; a folder has them on the CPU."""
+    """Return the plan of a weight with its integers and scales on ``device``; a saved folder has them on the CPU."""
     assert operand.codes is not None
     assert operand.scale is not None
     return replace(operand, codes=operand.codes.to(device), scale=operand.scale.to(device))
 
 
 def _check_codes(name: str, operand: OperandPlan, weight: Tensor, qmax: int) -> None:
-    """Raise if the weight has larger codes with a given scale than the target can accumulate without saturation."""
+    """Raise if a given scale produces integers that saturate when the target accumulates them."""
     if operand.scale is None or qtype(operand.dtype) != INT8:
         return
     values = as_rounded(operand, weight)
@@ -198,14 +193,14 @@ def _check_codes(name: str, operand: OperandPlan, weight: Tensor, qmax: int) -> 
     most = float((amax.cpu() / operand.scale.cpu()).max())
     if most > qmax + 0.5:
         raise CalibrationError(
-            f"{name}: with the scale that it was given the weight has codes up to {min(round(most), INT8.qmax)}, and "
-            f"the target sums products of bytes in 16 bits, which saturate beyond codes of {qmax}: give a scale of "
-            f"the weight's largest magnitude / {qmax}, or leave it out"
+            f"{name}: with the given scale the weight has integers up to {min(round(most), INT8.qmax)}, and the target "
+            f"sums products of bytes in 16 bits, which saturate beyond {qmax}: use a scale of the weight's largest "
+            f"magnitude / {qmax}, or remove it"
         )
 
 
 def as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
-    """Return the values that are rounded: the weight in float32 [*], multiplied by the factors of smoothing."""
+    """Return the values to quantize: the weight in float32 [*], multiplied by the SmoothQuant factors."""
     values = weight.detach().float()
     if operand.smooth is None:
         return values
@@ -221,21 +216,21 @@ def _amax(
     estimate: str | None,
     bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return the range of each scale of a weight [*]; with ``spread`` one range times the factor of each channel."""
+    """Return the range of each scale of a weight [*]; with ``spread``, one range times the factor of each channel."""
     if operand.spread is None:
         return weight_amax(values, operand.axis, operand.block_size, kind, estimate, bounds)
     assert operand.axis is not None
     spread = operand.spread.to(values.device)
-    equal = values / spread.reshape([-1] + [1] * (values.dim() - 1 - operand.axis))
-    return weight_amax(equal, None, None, kind, estimate) * spread
+    equalized = values / spread.reshape([-1] + [1] * (values.dim() - 1 - operand.axis))
+    return weight_amax(equalized, None, None, kind, estimate) * spread
 
 
 def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
-    """Return a note on scales below the normal numbers of the target's float type; None if there are none."""
-    few = int((~is_normal(scale, scale_dtype)).sum())
-    if not few:
+    """Return a note on scales below the smallest normal number of the target's float type; None if there are none."""
+    number = int((~is_normal(scale, scale_dtype)).sum())
+    if not number:
         return None
-    return f"{few} of {scale.numel()} scales are below {_name(scale_dtype)}'s {_BELOW_NORMAL}"
+    return f"{number} of {scale.numel()} scales are below {_name(scale_dtype)}'s {_BELOW_NORMAL}"
 
 
 def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
@@ -251,14 +246,14 @@ def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
         fits = False
     if not fits or operand.scale is None or shape != tuple(operand.scale.shape):
         raise CalibrationError(
-            f"the calibration belongs to another model: {path} has the shape {list(parameters[0].shape)} here, which "
-            "its scales do not fit; calibrate this model with a Quantizer of its own"
+            f"the calibration belongs to another model: {path} has the shape {list(parameters[0].shape)}, which "
+            "does not fit its scales; calibrate this model with a new Quantizer"
         )
     return weight
 
 
 def _parameters(model: nn.Module, operand: OperandPlan) -> list[Tensor] | None:
-    """Return the parameters of a weight; None if the model has not all of them."""
+    """Return the parameters of a weight; None if the model lacks one."""
     if operand.computation is not None:
         try:
             return operand.computation.inputs_of(model)
@@ -277,7 +272,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 _SHARES = tuple(round(1 - 0.02 * number, 2) for number in range(31))
-"""The shares of the largest magnitude that ``mse`` compares: 1 to 0.4. INT4 clips most, and seldom below half."""
+"""The shares of the largest magnitude that ``mse`` compares: 1 to 0.4. INT4 clips most, but seldom below half."""
 
 
 def scale_bounds(values: Tensor, axis: int | None, block_size: int | None) -> tuple[Tensor, Tensor]:
@@ -293,17 +288,11 @@ def weight_amax(
     estimate: str | None,
     bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return the range of each scale of a weight.
-
-    Legend: w the values of one scale, r the range, w_r their rounded values with the scale r / qmax.
-
-    Returns:
-        The ranges, float32, in the shape of the scale (see ``numerics/granularity.py``).
-    """
+    """Return the range of each scale of a weight, float32, in the shape of ``scale_shape``."""
     low, high = scale_bounds(values, axis, block_size) if bounds is None else bounds
-    # Two passes over the weight, where its magnitudes would be written and read besides.
+    # Two passes over the weight avoid writing and reading a tensor of its magnitudes.
     largest = torch.maximum(low.abs(), high.abs())
-    # A weight with NaN is refused by the caller, with its name.
+    # The caller raises an error for a weight with NaN, with its name.
     if estimate is None or not bool(torch.isfinite(largest).all()):
         return largest
     if estimate.startswith("percentile "):
@@ -320,7 +309,10 @@ def least_error_amax(
     shares: Iterable[float],
     costs: Tensor | None = None,
 ) -> Tensor:
-    """Return the range of each scale with the least sum of c (w_r - w)^2, in the shape of the scale."""
+    """Return the range r of each scale that minimizes the sum of c (w_r - w)^2, in the shape of the scale.
+
+    Legend: w the values of one scale, w_r the values quantized with the scale r / qmax, c ``costs`` (None: 1).
+    """
     best, least = largest, torch.full_like(largest, math.inf)
     for share in shares:
         amax = largest * share
@@ -355,13 +347,13 @@ def _percentile(magnitudes: Tensor, axis: int | None, block_size: int | None, pe
     return rows.kthvalue(place, dim=1).values.reshape(shape)
 
 
-def without_codes(plan: Plan, why: str, ends: Callable[[OperandPlan], bool] = lambda _: True) -> Plan:
-    """Return the plan with nearest rounding of weights that have codes."""
+def without_codes(plan: Plan, why: str, selects: Callable[[OperandPlan], bool] = lambda _: True) -> Plan:
+    """Return the plan with rounding to nearest for weights with chosen integers."""
     result: Plan = {}
     for path, entry in plan.items():
         operands = tuple(
             replace(operand, codes=None, rounding=f"rounded to nearest: {why}")
-            if operand.codes is not None and ends(operand)
+            if operand.codes is not None and selects(operand)
             else operand
             for operand in entry.operands
         )
@@ -373,14 +365,14 @@ def without_codes(plan: Plan, why: str, ends: Callable[[OperandPlan], bool] = la
 
 
 def changed_buffers(plan: Plan, model: nn.Module) -> list[str]:
-    """Return the paths of buffers of a model from which weights are computed, and whose values changed since."""
+    """Return the paths of buffers that weights are computed from and whose values changed."""
     operands = (operand for entry in plan.values() for operand in entry.operands)
     computed = (operand.computation for operand in operands if operand.computation is not None)
     return list(dict.fromkeys(path for computation in computed for path in computation.changed_buffers(model)))
 
 
 def without_former_codes(plan: Plan, changed: Collection[str]) -> Plan:
-    """Return the plan with nearest rounding of weights that changed since their codes were chosen, and warn of them."""
+    """Return the plan with rounding to nearest for weights that changed since their integers were chosen; warn."""
 
     def has_changed(operand: OperandPlan) -> bool:
         return not set(operand.parameters).isdisjoint(changed)
@@ -389,39 +381,39 @@ def without_former_codes(plan: Plan, changed: Collection[str]) -> Plan:
     former = sum(o.quantized and o.codes is not None and has_changed(o) for o in operands)
     if former:
         warnings.warn(
-            f"{former} weights changed since their codes were chosen and are rounded to nearest: calibrate again",
+            f"{former} weights changed since their integers were chosen and are rounded to nearest; calibrate again",
             stacklevel=5,
         )
-    return without_codes(plan, "it changed since its codes were chosen", has_changed)
+    return without_codes(plan, "it changed since its integers were chosen", has_changed)
 
 
 def file_of_codes(codes: Tensor, dtype: str) -> Tensor:
-    """Return codes int8 [.., K] as a file holds them: of 4 bits and an even K, uint8 [.., K / 2]; else as they are."""
+    """Return integers [.., K] as a file stores them: packed 4-bit pairs, uint8 [.., K / 2], if K is even."""
     if not qtype(dtype).is_packed or codes.dim() == 0 or codes.shape[-1] % 2:
         return codes.contiguous().clone()
     return pack_pairs(codes.contiguous()).reshape(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
-def codes_of_file(held: Tensor | None, dtype: str) -> Tensor | None:
-    """Return the codes that ``file_of_codes`` gave; None for None, and anything else of a damaged file as it is."""
+def codes_of_file(stored: Tensor | None, dtype: str) -> Tensor | None:
+    """Return the integers that ``file_of_codes`` stored; values of a damaged file are returned unchanged."""
     packed = dtype in QTYPES and qtype(dtype).is_packed
-    if held is None or not packed or held.dtype != torch.uint8 or held.dim() == 0:
-        return held
-    return unpack_pairs(held.flatten(), (*held.shape[:-1], 2 * held.shape[-1]))
+    if stored is None or not packed or stored.dtype != torch.uint8 or stored.dim() == 0:
+        return stored
+    return unpack_pairs(stored.flatten(), (*stored.shape[:-1], 2 * stored.shape[-1]))
 
 
 def code_faults(operand: OperandPlan) -> Iterator[str]:
-    """Yield what is wrong with the codes of an operand from a file."""
+    """Yield the problems of an operand's integers from a file."""
     codes, kind = operand.codes, qtype(operand.dtype)
     if codes is None:
         return
     if operand.role != "weight" or kind.is_float or kind.has_zero_point:
-        yield f"codes: expected none for {operand.role} in {kind.name}"
+        yield f"codes: expected no integers for {operand.role} in {kind.name}"
     elif codes.dtype != kind.storage:
         yield f"codes: expected a tensor of {kind.storage}, got {codes.dtype}"
     elif not _fit(codes, operand):
         scales = [] if operand.scale is None else list(operand.scale.shape)
-        yield f"codes: their shape {list(codes.shape)} does not fit scales {scales} along axis {operand.axis}"
+        yield f"codes: the shape {list(codes.shape)} does not fit scales {scales} along axis {operand.axis}"
     elif codes.numel() and not kind.qmin <= int(codes.min()) <= int(codes.max()) <= kind.qmax:
         yield f"codes: expected {kind.qmin} to {kind.qmax}, got {int(codes.min())} to {int(codes.max())}"
 
@@ -433,5 +425,7 @@ def _fit(codes: Tensor, operand: OperandPlan) -> bool:
         expected = scale_shape(codes.shape, operand.axis, operand.block_size)
     except IndexError:
         return False
-    whole = operand.axis is None or operand.block_size is None or codes.shape[operand.axis] % operand.block_size == 0
-    return whole and expected == tuple(operand.scale.shape)
+    divisible = (
+        operand.axis is None or operand.block_size is None or codes.shape[operand.axis] % operand.block_size == 0
+    )
+    return divisible and expected == tuple(operand.scale.shape)

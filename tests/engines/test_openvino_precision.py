@@ -119,11 +119,11 @@ def test_a_cpu_without_bf16_is_told(product: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-avx2", "tensorrt", "tensorrt-rtx"])
 def test_other_backends_take_the_types_of_the_file(name: str, product: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=f"{name} computes in the types of the ONNX file; leave 'bfloat16' out"):
+    with pytest.raises(EngineError, match=f"{name} uses the types of the ONNX file; remove 'bfloat16'"):
         build_engine(name, product, tmp_path / "model.engine", BF16)
 
 
 def test_an_unknown_precision(product: Path, tmp_path: Path) -> None:
     options = BuildOptions(inference_precision="fp8")
-    with pytest.raises(EngineError, match="'fp8' is unknown to openvino; expected bfloat16 or float32"):
+    with pytest.raises(EngineError, match="openvino does not support 'fp8'; expected bfloat16 or float32"):
         build_engine("openvino", product, tmp_path / "model.engine", options)

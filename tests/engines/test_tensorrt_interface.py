@@ -342,7 +342,7 @@ def test_stripping_calls_what_was_recorded_and_needs_a_gpu(
 
 @pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
 def test_engines_of_a_cpu_keep_their_weights(name: str, qdq: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=f"strip_weights: {name} keeps the weights in its engines; leave it out"):
+    with pytest.raises(EngineError, match=f"strip_weights: {name} always stores the weights in its engines; remove"):
         build_engine(name, qdq.path, tmp_path / "model.engine", BuildOptions(strip_weights=True))
 
 

@@ -123,7 +123,7 @@ def test_a_folder_without_a_fingerprint_refuses_what_its_scales_do_not_fit(tmp_p
     loaded = Quantizer.load(tmp_path / "q")
     assert torch.equal(loaded.quantize(_net())(X), q.quantize(_kept_model(q))(X))
     other = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).eval()
-    with pytest.raises(CalibrationError, match=r"0\.weight has the shape \[48, 32\] here, which its scales do not fit"):
+    with pytest.raises(CalibrationError, match=r"0\.weight has the shape \[48, 32\], which does not fit its scales"):
         Quantizer.load(tmp_path / "q").quantize(other)
 
 

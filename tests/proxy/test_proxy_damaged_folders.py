@@ -106,9 +106,9 @@ def test_an_edited_plan_is_told_by_its_place(
 @pytest.mark.parametrize(
     ("site", "edit", "message"),
     [
-        (0, {"axis": 1}, r"0\.weight has the shape \[24, 16\] here, which its scales do not fit"),
-        (1, {"axis": -1}, r"2\.weight has the shape \[8, 24\] here, which its scales do not fit"),
-        (0, {"parameter": "2.weight"}, r"2\.weight has the shape \[8, 24\] here, which its scales do not fit"),
+        (0, {"axis": 1}, r"0\.weight has the shape \[24, 16\], which does not fit its scales"),
+        (1, {"axis": -1}, r"2\.weight has the shape \[8, 24\], which does not fit its scales"),
+        (0, {"parameter": "2.weight"}, r"2\.weight has the shape \[8, 24\], which does not fit its scales"),
         (0, {"parameter": "0.weigh"}, r"another model, whose weight is '0\.weigh'; calibrate this model"),
         (1, {"parameter": "tp.weight"}, r"another model, which has a weight 'tp\.weight' .*no attribute `tp`"),
         (1, {"parameter": ".."}, r"another model, which has a weight '\.\.'"),

@@ -437,8 +437,8 @@ def test_tables_have_codes_beside_ranges_at_run_time(backend: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"formats": [{"weights": "int4"}]}, "rows of a table are looked up in codes of int8"),
-        ({"weights": {"granularity": "per_tensor"}}, "rows of a table are looked up in codes of int8"),
+        ({"formats": [{"weights": "int4"}]}, "embedding tables are quantized only to int8"),
+        ({"weights": {"granularity": "per_tensor"}}, "embedding tables are quantized only to int8"),
         ({}, "its lookup renormalizes the embedding table in place (max_norm)"),
         ({"exclude": {"names": ["head"]}}, "its embedding table is also read in float (head.forward.linear_0)"),
         ({"sites": {"embedding": True}, "exclude": {"names": ["head"]}}, None),

@@ -228,7 +228,7 @@ def test_a_scale_beyond_the_targets_float_type_leaves_its_operand_float(dtype: s
     assert not right.quantized
     assert right.reason is not None
     assert right.reason.startswith("its largest magnitude, ")
-    assert right.reason.endswith("e+37, needs a scale beyond float16")
+    assert right.reason.endswith("e+37, needs a scale beyond the range of float16")
     assert quantizer.quantize(model)(DATA).isfinite().all()
     # float32 has that number.
     other = calibrated(huge(), backend="openvino", sites={"residual_add": True})

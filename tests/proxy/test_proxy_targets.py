@@ -302,7 +302,7 @@ RUN = {
     [
         ({"dtype": "fp8"}, {"compute_capability": "sm80"}, {}, r"compute_capability: 'sm80' has no FP8: .* sm89"),
         ({"formats": ({"activations": "fp8"},)}, {"compute_capability": "sm86"}, {}, "'sm86' has no FP8"),
-        ({}, {"compute_capability": "sm77"}, {}, "'sm77' is unknown to tensorrt-rtx; expected one of sm75, sm80"),
+        ({}, {"compute_capability": "sm77"}, {}, "tensorrt-rtx does not support 'sm77'; expected one of sm75, sm80"),
         ({"backend": "openvino"}, {"compute_capability": "sm89"}, {}, "openvino runs on a CPU"),
         ({"backend": "tensorrt"}, {"compute_capability": "sm89"}, {}, "tensorrt builds for the GPU of this machine"),
         ({"backend": "openvino", "dtype": "fp8"}, {}, {}, "openvino does not support activations in fp8"),

@@ -194,8 +194,8 @@ def test_the_text(tmp_path: Path, body: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("global n\n    if (n := a): pass\n    return a @ b", "binds the global n by something else"),
-        ("global math\n    import math\n    return a @ b", "binds the global math by something else"),
+        ("global n\n    if (n := a): pass\n    return a @ b", "binds the global n without an assignment"),
+        ("global math\n    import math\n    return a @ b", "binds the global math without an assignment"),
         ("def inner():\n        global n\n        n = 1\n    return a @ b", "an inner function declares a global"),
     ],
 )

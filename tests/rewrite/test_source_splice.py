@@ -119,9 +119,9 @@ def test_layout_is_kept(tmp_path: Path, body: str) -> None:
     ("body", "reason"),
     [
         ("return f'{a @ b}'", "a call inside an f-string is not quantized; to quantize it"),
-        ("return f'{f\"{a @ b}\"}'", "inside an f-string"),
-        ("return f'{torch.matmul(a, b)}'", "inside an f-string"),
-        ("return f'{a:{b @ c}}'", "inside an f-string"),
+        ("return f'{f\"{a @ b}\"}'", "a call inside an f-string"),
+        ("return f'{torch.matmul(a, b)}'", "a call inside an f-string"),
+        ("return f'{a:{b @ c}}'", "a call inside an f-string"),
         (
             "return torch.matmul(a, b, out=c)",
             "out= writes into a tensor of the caller, so it is not quantized",

@@ -87,7 +87,7 @@ with pytest.raises(ConfigError, match="reference does not support activations in
     fp8.quantize(net)
 with pytest.raises(ConfigError, match="'torch-avx2' or 'reference'; did you mean 'reference'"):
     Quantizer(preset="plain", backend="referense")
-with pytest.raises(EngineError, match="reference computes in the types of the ONNX file"):
+with pytest.raises(EngineError, match="reference uses the types of the ONNX file"):
     backend("reference").check(BuildOptions(inference_precision="bfloat16"))
 """,
     )

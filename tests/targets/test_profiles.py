@@ -145,10 +145,10 @@ def test_sizes_of_attention(dtype: str, head: int, sequence: int, reason: str | 
     [
         ("tensorrt-rtx", "sm80", {"int8"}, None),
         ("tensorrt-rtx", "sm89", {"fp8"}, None),
-        ("tensorrt-rtx", "sm80", {"fp8"}, "'sm80' has no FP8: it came with sm89; take that or later, or int8"),
-        ("tensorrt-rtx", "sm99", set(), "'sm99' is unknown to tensorrt-rtx; expected one of sm75, sm80, sm86, sm89"),
-        ("tensorrt", "sm89", set(), "tensorrt builds for the GPU of this machine; leave 'sm89' out"),
-        ("openvino", "sm89", set(), "openvino runs on a CPU, which has no compute capability; leave 'sm89' out"),
+        ("tensorrt-rtx", "sm80", {"fp8"}, "'sm80' has no FP8; use sm89 or later, or int8"),
+        ("tensorrt-rtx", "sm99", set(), "tensorrt-rtx does not support 'sm99'; expected one of sm75, sm80, sm86, sm89"),
+        ("tensorrt", "sm89", set(), "tensorrt builds for the GPU of this machine; remove 'sm89'"),
+        ("openvino", "sm89", set(), "openvino runs on a CPU, which has no compute capability; remove 'sm89'"),
     ],
 )
 def test_compute_capabilities(name: str, capability: str, formats: set[str], reason: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Target profiles: the types, granularity, opset and kinds of site that suit each backend, and its limits."""
+"""Target profiles: the types, granularity, opset, kinds of site and limits of each backend."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ from quantizer.plan.targets.base import (
 __all__ = ["AUTO", "AttentionLimits", "FloatDtype", "GraphRules", "SiteKind", "TargetProfile", "profile", "profiles"]
 
 # Importing the file of a profile registers it; messages list the names in this order.
-for _file in ("tensorrt", "openvino", "onnxruntime", "torch"):
-    import_module(f"{__name__}.{_file}")
+for _module in ("tensorrt", "openvino", "onnxruntime", "torch"):
+    import_module(f"{__name__}.{_module}")

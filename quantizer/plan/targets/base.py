@@ -1,7 +1,7 @@
-"""Target profiles as data: the types, granularity, opset and kinds of site that suit each backend, and its limits.
+"""Target profiles as data: the types, granularity, opset, kinds of site and limits of each backend.
 
-``profiles.add(name)(TargetProfile(...))``, in a file of its own, adds one. The rules for Q/DQ graphs stand here with
-their severities, and so does what NVIDIA's Triton takes of each engine, from the documents and sources of its backends.
+``profiles.add(name)(TargetProfile(...))`` registers a profile. This file also lists the rules for Q/DQ graphs with
+their severities, and the settings of NVIDIA Triton for each engine, from the documents and sources of its backends.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 Severity = Literal["error", "warning"]
-"""An error: the backend refuses the file, computes other results than the file describes, or runs a product in another
-precision than the file or the target demands. A warning: the file works, but slower, larger or less exactly."""
+"""Error: the backend rejects the file, computes other results than the file describes, or runs an operation in another
+precision than the file requires. Warning: the file works, but is slower, larger or less accurate."""
 
 ALWAYS: Mapping[str, Severity] = {
     "onnx-checker": "error",
@@ -59,13 +59,13 @@ OPERATOR_FORMAT = frozenset({"QLinearMatMul", "QLinearConv", "MatMulInteger", "C
 
 @dataclass(frozen=True, kw_only=True)
 class GraphRules:
-    """The rules for the graphs of one backend.
+    """The rules for the ONNX graphs of one backend.
 
     Attributes:
         severities: the severity of each rule that applies, by its name.
         opsets: the first and the last opset that the backend reads; None: its runtime reports an unknown opset itself.
-        integer_bias: the backend expects an INT32 bias with a DequantizeLinear.
-        refused: operators of ONNX that the backend cannot read.
+        integer_bias: whether the backend accepts an INT32 bias with a DequantizeLinear.
+        refused: ONNX operators that the backend cannot read.
         own_domains: domains of operators outside ONNX that the backend runs.
         narrow_inputs: element types that only a Cast may read.
         absent_floats: float types that the backend does not compute in.
@@ -84,21 +84,21 @@ class GraphRules:
 
 @dataclass(frozen=True, kw_only=True)
 class TritonServer:
-    """The one of Triton's backends that runs the engines of a target.
+    """The Triton backend that runs the engines of a target.
 
     Attributes:
-        chosen_by: the line of a configuration that names it.
+        chosen_by: the configuration line that selects it.
         file: the name of the file that it loads.
-        takes: what that file is: our engine's, the ONNX file, or the engine without the line after it; None: another
-            one, which has to be built on a GPU.
+        takes: the kind of that file: our engine, the ONNX file, or the engine without the line after it; None: another
+            file, which has to be built on a GPU.
         kind: the kind of its instances.
-        batches: whether requests of any size up to ``max_batch_size`` run as they are, and may be put together.
-        basic_level: its number of the level of basic optimizations, for engine files that run as here at that one;
-            None: it has no levels.
+        batches: whether requests of any size up to ``max_batch_size`` run as they are and may be batched.
+        basic_level: its number for basic graph optimizations, so that engines run as they do here; None: it has no
+            levels.
         parameters: its parameters by name; ``{threads}`` stands for the number of threads.
         hints: further parameters, by the inference precision of the engine.
-        remarks: what a configuration says of itself.
-        unhinted: what it says besides where there are no hints for the precision.
+        remarks: comments for every configuration.
+        unhinted: further comments if there are no hints for the precision.
         gpu_tool: the program that runs the engines from the command line; None: they run on a CPU.
     """
 
@@ -116,13 +116,13 @@ class TritonServer:
 
 
 _LARGE_TABLE = 2**18
-"""The numbers of a table of embeddings from which codes save a noteworthy part of a file: 768 KiB."""
+"""The number of elements from which quantizing an embedding table saves noteworthy space: 768 KiB."""
 
 _OF_NO_PLAN = {"name", "graph_rules", "triton", "library", "packages", "file_magic", "file_domains"}
 _OF_NO_PLAN |= {"auto_rank", "fixed_sizes", "ahead_of_time", "exact_variant", "weight_dtypes", "dynamic", "recurrences"}
-# A plan without any choice shows what they do.
+# The effect of these shows in a plan without any choice.
 _OF_NO_PLAN |= {"float_convolutions", "quantizes_outputs"}
-# Of files alone.
+# These concern files only.
 _OF_NO_PLAN |= {"even_pairs", "unfused_rectifiers"}
 
 TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
@@ -133,11 +133,12 @@ SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding", "out
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLimits:
-    """The sizes with which a target fuses attention in one format; with others, quantizing it costs more than it gains.
+    """The sizes for which a target has a fused attention kernel in one format; others are slower quantized than in
+    float.
 
     Attributes:
         head_sizes: the head sizes that have a kernel; None: any.
-        head_multiple: a number of which head sizes must be multiples.
+        head_multiple: head sizes must be multiples of this number.
         sequence: the longest sequence; None: any.
     """
 
@@ -148,14 +149,14 @@ class AttentionLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicRanges:
-    """The kernels of a target that take the range of an activation from its values at each run.
+    """The dynamic quantization kernels of a target, which compute the range of an activation at each run.
 
     Attributes:
         kinds: the kinds of site that have such a kernel.
-        dtype: the format of the codes.
-        block_size: how many neighbours along the last axis of an activation share a range, in each row; the engine then
-            rounds by itself where a weight is stored in codes, and the file says nothing of it. None: all values of a
-            tensor share one, and the file has a DynamicQuantizeLinear.
+        dtype: the format of the quantized values.
+        block_size: the number of neighbors along the last axis of an activation that share a range. The engine then
+            quantizes activations by itself if a weight is stored as integers, and the file contains no operators for
+            it. None: all values of a tensor share one range, and the file contains a DynamicQuantizeLinear.
     """
 
     kinds: frozenset[SiteKind] = frozenset({"linear"})
@@ -165,12 +166,12 @@ class DynamicRanges:
 
 @dataclass(frozen=True, kw_only=True)
 class WrongConvolutions:
-    """Convolutions with a weight that a library computes wrongly in integers on some CPUs.
+    """Convolutions for which a library computes wrong integer results on some CPUs.
 
     Attributes:
         multiple: the width of the kernel is a multiple of this.
-        channels: there are fewer input channels than this, in a group.
-        product: width times channels is this or more.
+        channels: a group has fewer input channels than this.
+        product: width times channels is at least this.
         where: the CPUs, in words.
     """
 
@@ -182,13 +183,13 @@ class WrongConvolutions:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrences:
-    """The recurrent layers that a target runs in low precision, and no slower than in one float kernel.
+    """The recurrent layers that a target runs in low precision at least as fast as in one float kernel.
 
     Attributes:
         kinds: the names of their cells: ``lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu``.
-        at_run_time: whether their kernel takes all ranges at run time, in UINT8, and has no projections. Otherwise the
-            file has a Scan, with any ranges and formats.
-        weights: a layer is not quantized if its recurrent product has fewer weights.
+        at_run_time: whether the kernel computes all ranges at run time, in UINT8, without projections. Otherwise the
+            file contains a Scan, with any ranges and formats.
+        weights: layers with fewer recurrent weights are not quantized.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -202,64 +203,60 @@ class TargetProfile:
 
     Attributes:
         name: the backend's name in configurations.
-        float_dtype: the type of everything that is not quantized, scales included.
+        float_dtype: the type of non-quantized operations and of scales.
         site_kinds: the kinds of site that are worth quantizing.
         activation_dtypes: the formats of activations that it computes with.
         weight_dtypes: the formats of weights that it accepts.
-        weight_qmax: the largest code of an INT8 weight; None: that of the format.
-        min_gemm_dim: a product of [M, K] and [K, N] is not quantized if K or N is smaller; None: no limit.
-        float_vectors: a product is not quantized if M is 1 for every batch size.
-        float_convolutions: the names of operations (``conv_transpose2d``) for which it has no integer kernel.
-        wrong_convolutions: the convolutions that are not quantized, since their results would be wrong; None: there
-            are none.
-        quantizes_outputs: whether it runs a convolution in integers only where its result is quantized, and the adds
-            and other operators behind it where all their operands are.
-        one_sided_adds: a residual add may be quantized on the side of its product only; the engine then reads the other
-            operand as float.
-        attention: the sizes with which attention is fused, by format; formats without an entry have no limit.
-        capabilities: the compute capabilities for which it builds ahead of time, without such a GPU (89: sm89).
-        inference_precisions: the types that can be set for everything that is not quantized; empty: none can, the types
-            of the file apply.
-        fp8_from: the first compute capability that has FP8; None: the target is no GPU.
+        weight_qmax: the largest value of an INT8 weight; None: that of the format.
+        min_gemm_dim: a multiplication of [M, K] and [K, N] is not quantized if K or N is smaller; None: no limit.
+        float_vectors: a multiplication is not quantized if M is 1 for every batch size.
+        float_convolutions: the names of operations (``conv_transpose2d``) without an integer kernel.
+        wrong_convolutions: the convolutions that are not quantized because their results would be wrong; None: none.
+        quantizes_outputs: whether a convolution runs in integers only if its output is quantized, and adds and other
+            operators after it only if all their operands are.
+        one_sided_adds: whether a residual add may be quantized on the layer's side only; the engine then reads the
+            other operand in float.
+        attention: the sizes for which attention is fused, by format; formats without an entry have no limit.
+        capabilities: the compute capabilities for which it builds engines without such a GPU (89: sm89).
+        inference_precisions: the types that can be set for non-quantized operations; empty: the types of the file
+            apply.
+        fp8_from: the first compute capability with FP8; None: the target is not a GPU.
         opset: the ONNX opset to write.
-        unsigned_activations: the INT8 activations stored as UINT8 with zero point 128, with the same values: none,
-            those that feed a product with a weight, or all.
-        unfused_reductions: the operators whose results its files pass through a Max, since it would compute them in the
-            type of the next Q.
-        misread_reductions: the operators for which they do so where it would multiply the result by the factors of
-            other channels, see ``export/qdq/openvino.py``.
-        unfused_products: whether its files pass what it would multiply by factors of channels wrongly through a Max
-            before it is rounded, see ``export/qdq/openvino.py``, and so what it would apply along another axis, with a
-            copy of a weight that is read both ways, see ``export/qdq/openvino.py``.
-        unfused_rectifiers: whether its files rectify a product by a Max, see
+        unsigned_activations: the INT8 activations stored as UINT8 with zero point 128, with the same values: none, the
+            inputs of layers with weights, or all.
+        unfused_reductions: the operators whose results pass through a Max in its files, because the backend would
+            otherwise compute them in the type of the next Q.
+        misread_reductions: the operators whose results pass through a Max because the backend would otherwise multiply
+            them by the factors of other channels, see ``export/qdq/openvino.py``.
+        unfused_products: whether its files insert a Max, or a copy of a weight, where the backend would otherwise apply
+            factors of channels along a wrong axis, see ``export/qdq/openvino.py``.
+        unfused_rectifiers: whether its files replace the ReLU after a MatMul or Conv by a Max, see
             ``export/passes/onnxruntime.py``.
-        unshared_products: whether its files pass a quantized product that several nodes read through a Clip, see
-            ``export/qdq/openvino.py``, and add the bias of a convolution behind it.
-        kept_axes: whether its files keep the axis that an index takes out behind a product, and squeeze it behind that,
-            and keep a Gather apart from a product with a zero point, and a concatenation from a Q with one, see
-            ``export/qdq/openvino.py``.
+        unshared_products: whether its files pass a quantized result that several nodes read through a Clip, and add the
+            bias of a convolution after it, see ``export/qdq/openvino.py``.
+        kept_axes: whether its files keep the axis that an index removes after a MatMul and squeeze it later, and
+            separate a Gather or a concatenation from zero points, see ``export/qdq/openvino.py``.
         even_pairs: whether its files store INT4 weights with an odd number of inputs as INT8, see
             ``export/passes/codes.py``.
-        row_codes: whether its files look up rows of a table in codes, and dequantize those; otherwise they dequantize a
-            whole table, which some engines do at each run.
-        zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
-            for, because the kernels take one at no cost.
-        dynamic: its kernels that take the range of an activation at run time; None: it has none.
+        row_codes: whether its files look up rows of an integer table and dequantize the rows; otherwise they dequantize
+            the whole table, which some engines do at each run.
+        zero_points: the kinds of site whose INT8 activations become UINT8 with a computed zero point, because the
+            kernels apply zero points at no cost.
+        dynamic: its dynamic quantization kernels; None: it has none.
         recurrences: the recurrent layers that it runs in low precision.
         graph_rules: the rules for its Q/DQ files.
-        library: the module that its engine imports to load a file; imported before memory is measured, so that the
-            memory of the library itself does not count.
-        packages: the distributions whose versions a report names.
+        library: the module that its engine imports to load a file; it is imported before memory is measured, so that
+            the memory of the library does not count.
+        packages: the distributions whose versions a report lists.
         file_magic: a regular expression that matches the first 256 bytes of its engine files; None: they are ONNX files
             or have no known beginning.
-        file_domains: domains of operators that occur only in its engine files, if those are ONNX files.
-        fixed_sizes: whether its engines have models for fixed sizes of their inputs, so that one can do without that
-            for all sizes.
+        file_domains: operator domains that occur only in its engine files, if those are ONNX files.
+        fixed_sizes: whether its engines contain models for fixed input sizes, so that an engine may lack the model for
+            all sizes.
         ahead_of_time: the backend of the same library that builds for GPUs of other machines, if this one does not.
-        auto_rank: its place among the backends of its device where ``auto`` measures nothing; the lowest comes first.
-        exact_variant: the backend to use on CPUs that add products of bytes in 16 bits, if this one's files saturate
-            there.
-        triton: what Triton is told of its engines; None: Triton has no backend for them.
+        auto_rank: its rank among the backends of its device if ``auto`` measures nothing; the lowest comes first.
+        exact_variant: the backend for CPUs that add products of bytes in 16 bits, if files of this one saturate there.
+        triton: the Triton settings of its engines; None: Triton has no backend for them.
     """
 
     name: str
@@ -304,32 +301,32 @@ class TargetProfile:
 
     @property
     def reads_dynamic(self) -> bool:
-        """True if its files may have a DynamicQuantizeLinear."""
+        """True if its files may contain a DynamicQuantizeLinear."""
         return self.dynamic is not None and self.dynamic.block_size is None
 
     @property
     def plan_traits(self) -> dict[str, object]:
-        """The fields that plans depend on: backends with equal ones have plans that differ in words alone.
+        """The fields that plans depend on: with equal traits, the plans of two backends differ in words only.
 
-        That is with ranges of calibration and formats that both have, and without recurrent layers.
+        This holds for static ranges, formats that both backends have, and models without recurrent layers.
         """
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _OF_NO_PLAN}
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OF_NO_PLAN}
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """``float_dtype`` as a torch type."""
         import torch
 
-        found: torch.dtype = getattr(torch, self.float_dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.float_dtype)
+        return dtype
 
     @property
     def rule(self) -> str:
-        """The rule that a coverage report names for decisions of this profile."""
+        """The rule that the coverage shows for decisions of this profile."""
         return RuleKind.TARGET.text(key=self.name)
 
     def gemm_reason(self, k: int, n: int, rows: int = 0) -> str | None:
-        """Return why a product of [rows, k] and [k, n] is not quantized on this target; None if it may be quantized."""
+        """Return why a multiplication of [rows, k] and [k, n] is not quantized on this target; None if it can be."""
         if self.float_vectors and rows == 1:
             return ReasonCode.VECTOR.text(target=self.name)
         if self.min_gemm_dim is None or min(k, n) >= self.min_gemm_dim:
@@ -338,7 +335,7 @@ class TargetProfile:
         return ReasonCode.SMALL_PRODUCT.text(axis=axis, size=size, least=self.min_gemm_dim, target=self.name)
 
     def kernel_reason(self, operation: str) -> str | None:
-        """Return why an operation of the catalogue is not quantized on this target; None if it has a kernel for it."""
+        """Return why this target has no integer kernel for an operation; None if it has one."""
         return (
             ReasonCode.NO_KERNEL.text(target=self.name, operation=operation)
             if operation in self.float_convolutions
@@ -346,14 +343,14 @@ class TargetProfile:
         )
 
     def convolution_reason(self, channels: int, width: int) -> str | None:
-        """Return why a convolution is not quantized on this target; None if it may be quantized."""
+        """Return why a convolution is not quantized on this target; None if it can be."""
         wrong = self.wrong_convolutions
         if wrong is None or width % wrong.multiple or channels >= wrong.channels or width * channels < wrong.product:
             return None
         return ReasonCode.WRONG_CONVOLUTION.text(width=width, channels=channels, target=self.name, where=wrong.where)
 
     def dynamic_reason(self, kind: SiteKind, k: int) -> str | None:
-        """Return why a site cannot have ranges at run time on this target; None if it can."""
+        """Return why a site cannot be dynamically quantized on this target; None if it can."""
         if self.dynamic is None or kind not in self.dynamic.kinds:
             return ReasonCode.NO_DYNAMIC.text(target=self.name)
         block = self.dynamic.block_size
@@ -362,7 +359,7 @@ class TargetProfile:
         return None
 
     def recurrence_reason(self, kind: str, weights: int, *, projects: bool) -> str | None:
-        """Return why a recurrent layer is not quantized on this target; None if it may be quantized."""
+        """Return why a recurrent layer is not quantized on this target; None if it can be."""
         if kind in self.recurrences.kinds and not (projects and self.recurrences.at_run_time):
             # No engine has a float kernel with projections.
             least = 0 if projects else self.recurrences.weights
@@ -372,7 +369,7 @@ class TargetProfile:
         return ReasonCode.RECURRENCE.text(target=self.name, kind=layer)
 
     def table_reason(self, numbers: int | None) -> str | None:
-        """Return why the table of an embedding is not worth to be stored in codes; None if it is."""
+        """Return why an embedding table is not quantized on this target; None if it can be."""
         if not self.row_codes:
             return ReasonCode.NO_GAIN.text(target=self.name)
         if numbers is None or numbers >= _LARGE_TABLE:
@@ -380,13 +377,13 @@ class TargetProfile:
         return ReasonCode.SMALL_TABLE.text(numbers=numbers, least=_LARGE_TABLE)
 
     def add_reason(self, skipping: str, why: str) -> str | None:
-        """Return why the output of a product is not quantized in a residual add; None if it may be quantized."""
+        """Return why a residual add is not quantized on the layer's side only; None if it can be."""
         if self.one_sided_adds:
             return None
         return ReasonCode.ONE_SIDED_ADD.text(skipping=skipping, why=why, target=self.name)
 
     def attention_reason(self, dtype: str, head: int, sequence: int) -> str | None:
-        """Return why an attention is not quantized on this target; None if it may be in ``dtype``."""
+        """Return why an attention is not quantized to ``dtype`` on this target; None if it can be."""
         limits = self.attention.get(dtype)
         if limits is None:
             return None
@@ -404,33 +401,39 @@ class TargetProfile:
     def precision_reason(self, precision: str) -> str | None:
         """Return why ``precision`` cannot be set for this target; None if it can."""
         if not self.inference_precisions:
-            return f"{self.name} computes in the types of the ONNX file; leave {precision!r} out, or set fallback_dtype"
+            return f"{self.name} uses the types of the ONNX file; remove {precision!r}, or set fallback_dtype"
         if precision not in self.inference_precisions:
-            return f"{precision!r} is unknown to {self.name}; expected {' or '.join(sorted(self.inference_precisions))}"
+            return (
+                f"{self.name} does not support {precision!r}; expected {' or '.join(sorted(self.inference_precisions))}"
+            )
         return None
 
     def stripping_reason(self) -> str | None:
         """Return why engines cannot be built without their weights; None if they can."""
-        return f"{self.name} keeps the weights in its engines; leave it out" if self.fp8_from is None else None
+        return (
+            f"{self.name} always stores the weights in its engines; remove the option"
+            if self.fp8_from is None
+            else None
+        )
 
     def capability_reason(self, capability: str, formats: Collection[str]) -> str | None:
-        """Return why no engine can be built for a compute capability; None if one can."""
+        """Return why no engine can be built for a compute capability; None if it can be."""
         if self.fp8_from is None:
-            return f"{self.name} runs on a CPU, which has no compute capability; leave {capability!r} out"
+            return f"{self.name} runs on a CPU, which has no compute capability; remove {capability!r}"
         if not self.capabilities:
-            other = "" if self.ahead_of_time is None else f", or take {self.ahead_of_time}"
-            return f"{self.name} builds for the GPU of this machine; leave {capability!r} out{other}"
+            other = "" if self.ahead_of_time is None else f", or use {self.ahead_of_time}"
+            return f"{self.name} builds for the GPU of this machine; remove {capability!r}{other}"
         number = int(capability.removeprefix("sm"))
         if number not in self.capabilities:
             known = ", ".join(f"sm{entry}" for entry in sorted(self.capabilities))
-            return f"{capability!r} is unknown to {self.name}; expected one of {known}"
+            return f"{self.name} does not support {capability!r}; expected one of {known}"
         if "fp8" in formats and number < self.fp8_from:
-            return f"{capability!r} has no FP8: it came with sm{self.fp8_from}; take that or later, or int8"
+            return f"{capability!r} has no FP8; use sm{self.fp8_from} or later, or int8"
         return None
 
 
 AUTO = "auto"
-"""In place of a backend's name: the one whose engine is the fastest here."""
+"""Select the backend whose engine is fastest on this machine."""
 
 profiles: Registry[TargetProfile] = Registry(
     "backend", reserved=(AUTO,), of="object", has=("site_kinds", "float_dtype")
@@ -438,13 +441,13 @@ profiles: Registry[TargetProfile] = Registry(
 
 
 def profile(name: str, float_dtype: FloatDtype | None = None) -> TargetProfile:
-    """Return the profile of a backend."""
-    found = profiles[name]
-    return found if float_dtype is None else replace(found, float_dtype=float_dtype)
+    """Return the profile of a backend, with another float type if ``float_dtype`` is given."""
+    selected = profiles[name]
+    return selected if float_dtype is None else replace(selected, float_dtype=float_dtype)
 
 
 class Problem(NamedTuple):
-    """A problem, and the setting that causes it: a key of a configuration or an option of a command."""
+    """An unsupported setting: a configuration key or command option, and the message."""
 
     place: str
     text: str
@@ -458,7 +461,7 @@ def engine_problems(
     precision: str | None = None,
     strip_weights: bool = False,
 ) -> Iterator[Problem]:
-    """Yield the options that targets do not support."""
+    """Yield the options that the targets do not support."""
     for capability in capabilities:
         for target in targets:
             if (reason := target.capability_reason(capability, formats)) is not None:

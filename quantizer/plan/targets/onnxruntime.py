@@ -1,4 +1,4 @@
-"""ONNX Runtime on x86 CPUs: unsigned activations, and attention in float."""
+"""ONNX Runtime on x86 CPUs: unsigned activations, attention in float."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(
         name="onnxruntime",
         float_dtype="float32",
-        # Its fused integer kernels need U8 activations; with S8 half of the products are not quantized after
+        # Its fused integer kernels need U8 activations; with S8, half of the operations run in float after
         # DequantizeLinear.
         unsigned_activations="all",
         zero_points=frozenset({"linear", "conv"}),
         # It computes the DQ of a whole table at each run: MiniLM takes 14.5 ms at 1 x 128, and 8.0 with the rows alone.
         row_codes=True,
-        # DynamicQuantizeMatMul and MatMulIntegerToFloat. What it has for convolutions gains nothing.
+        # DynamicQuantizeMatMul and MatMulIntegerToFloat. Its dynamic convolutions are not faster.
         dynamic=DynamicRanges(),
         # DynamicQuantizeLSTM: at 60 steps and 1 / 8 rows, with 64 hidden units 0.8 / 1.1 times the speed of the float
-        # kernel, with 128 1.3 / 1.9, with 256 2.4 / 3.3. A loop of integer products takes longer than the float kernel.
+        # kernel, with 128 1.3 / 1.9, with 256 2.4 / 3.3. A loop of integer MatMuls takes longer than the float kernel.
         recurrences=Recurrences(kinds=frozenset({"lstm"}), at_run_time=True, weights=2**15),
         activation_dtypes=frozenset({"int8", "uint8"}),
         weight_dtypes=frozenset({"int8", "int4"}),
@@ -43,11 +43,11 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
             own_domains=frozenset({"com.microsoft"}),
             # Of its kernels for x86 only Cast and a few others have it.
             absent_floats=frozenset({"BFLOAT16"}),
-            signed_cost="leaves half of such products in float behind their DequantizeLinear",
+            signed_cost="leaves half of such operations in float after their DequantizeLinear",
         ),
         library="onnxruntime",
         packages=("onnxruntime",),
-        # Its optimizer writes operators of its own into a file, which no other runtime has.
+        # Its optimizer writes its own operators into a file, which other runtimes lack.
         file_domains=frozenset({"com.microsoft", "com.microsoft.nchwc"}),
         exact_variant="onnxruntime-avx2",
         triton=TritonServer(
@@ -65,8 +65,8 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
     )
 )
 
-# Without VNNI bytes are multiplied by VPMADDUBSW, which adds two products in 16 bits and saturates. With codes of at
-# most 64 (7 bits) the sum fits: 2 * 255 * 64 < 2^15.
+# Without VNNI bytes are multiplied by VPMADDUBSW, which adds two products in 16 bits and saturates. With weights of
+# at most 64 (7 bits) the sum fits: 2 * 255 * 64 < 2^15.
 ONNXRUNTIME_AVX2 = profiles.add("onnxruntime-avx2")(
     replace(ONNXRUNTIME, name="onnxruntime-avx2", weight_qmax=64, exact_variant=None)
 )

@@ -1,4 +1,4 @@
-"""OpenVINO on a CPU: the same kinds of site as TensorRT, attention included; the rest is FP32."""
+"""OpenVINO on a CPU: the same kinds of site as TensorRT, attention included; non-quantized operations are FP32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quantizer.plan.targets.base import (
 )
 
 DYNAMIC_BLOCK = 128
-"""How many neighbours share a range at run time in our engines. A tenth faster than its default of 32."""
+"""The block size of dynamic ranges in our engines. It is a tenth faster than OpenVINO's default of 32."""
 
 OPENVINO = profiles.add("openvino")(
     TargetProfile(
@@ -50,12 +50,12 @@ OPENVINO = profiles.add("openvino")(
         unshared_products=True,
         kept_axes=True,
         even_pairs=True,
-        # It keeps no table in codes that a DQ reads, but one that a Gather does: MiniLM's engine is 68 MiB, not 169.
+        # It keeps a table in integers if a Gather reads it, but not if a DQ does: MiniLM's engine is 68 MiB, not 169.
         row_codes=True,
-        # Those kernels subtract whatever zero point there is. A residual add shares its operand with a linear or a
-        # convolution, and one Q/DQ serves both.
+        # Those kernels subtract any zero point. A residual add shares its operand with a linear layer or a convolution,
+        # and one Q/DQ serves both.
         zero_points=frozenset({"linear", "conv", "residual_add"}),
-        # Where a weight alone is stored in codes, its kernels with VNNI round the other operand by themselves.
+        # If only a weight is stored as integers, its VNNI kernels quantize the other operand by themselves.
         dynamic=DynamicRanges(dtype="int8", block_size=DYNAMIC_BLOCK),
         # A Scan with Q/DQ in it. With AMX, 60 steps and 1 / 8 rows, an LSTM of 128 has 0.7 / 0.9 times the speed of
         # the float kernel, of 192 1.0 / 1.2, of 256 1.4 / 4.1, of 384 4.0 / 6.8. Its own INT8 kernel of an LSTM
@@ -97,19 +97,19 @@ OPENVINO = profiles.add("openvino")(
             },
             hints={"bfloat16": {"HINT_BF16": "YES"}},
             remarks=(
-                "max_batch_size is 0, and the batch is the first of dims: with another number this backend pads each",
-                "request to that many rows.",
+                "max_batch_size is 0, and the batch is the first entry of dims: with another number this backend pads",
+                "each request to that many samples.",
             ),
             unhinted=(
-                "What is not quantized was measured in float32, for which this backend has no setting: on a CPU with",
-                "BF16 it takes bfloat16. Convert with --inference-precision bfloat16 to have that measured.",
+                "Non-quantized operations were measured in float32, for which this backend has no setting: on a CPU",
+                "with BF16 it uses bfloat16. Convert with --inference-precision bfloat16 to measure that.",
             ),
         ),
     )
 )
 
-# Without VNNI it multiplies bytes as ONNX Runtime does (see onnxruntime.py). In a product of two activations neither
-# operand can be narrowed to 7 bits, so that attention is not quantized.
+# Without VNNI it multiplies bytes as ONNX Runtime does (see onnxruntime.py). In a MatMul of two activations neither
+# operand can be reduced to 7 bits, so attention is not quantized.
 OPENVINO_AVX2 = profiles.add("openvino-avx2")(
     replace(
         OPENVINO,

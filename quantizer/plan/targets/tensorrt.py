@@ -32,13 +32,13 @@ TENSORRT = profiles.add("tensorrt")(
             "int8": AttentionLimits(head_sizes=frozenset({16, 32, 64}), sequence=512),
             "fp8": AttentionLimits(head_multiple=16),
         },
-        # It makes a loop of an LSTM anyway.
+        # It runs an LSTM as a loop in any case.
         recurrences=Recurrences(kinds=frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})),
         fp8_from=89,
         graph_rules=GraphRules(
             severities={
                 **ALWAYS,
-                # The network is strongly typed: if one of these is violated, the build fails or the product is float.
+                # The network is strongly typed: a violation fails the build, or the operation runs in float.
                 "opset-range": "error",
                 "zero-point": "error",
                 "scale-constant": "error",
@@ -81,7 +81,7 @@ TENSORRT = profiles.add("tensorrt")(
 
 
 RTX_MAGIC = b"vtrt"
-"""The first bytes of its engines."""
+"""The first bytes of TensorRT-RTX engine files."""
 
 # Its parser (1.7.1) read an opset beyond TensorRT's documented range, and the engine was built.
 _SEVERITIES = {**TENSORRT.graph_rules.severities, "opset-range": "warning"}
@@ -95,7 +95,7 @@ TENSORRT_RTX = profiles.add("tensorrt-rtx")(
         packages=("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"),
         file_magic=RTX_MAGIC,
         ahead_of_time=None,
-        # Triton runs engines of TensorRT alone, which are built of the same ONNX file.
+        # Triton runs only TensorRT engines, which are built from the same ONNX file.
         triton=None if TENSORRT.triton is None else replace(TENSORRT.triton, takes=None, gpu_tool="tensorrt_rtx"),
     )
 )

@@ -1,4 +1,4 @@
-"""PyTorch on x86 CPUs, with oneDNN's integer kernels: unsigned activations, attention and adds in float."""
+"""PyTorch on x86 CPUs with oneDNN's integer kernels: unsigned activations, attention and adds in float."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ TORCH = profiles.add("torch")(
         unsigned_activations="all",
         zero_points=frozenset({"linear", "conv"}),
         activation_dtypes=frozenset({"int8", "uint8"}),
-        # torch has no integer kernel on a CPU for a product of two activations; the residual add is part of the
-        # product before it, in float, at no cost.
+        # torch has no integer CPU kernel for a MatMul of two activations. The residual add is fused into the layer
+        # before it, in float, at no cost.
         site_kinds=frozenset({"linear", "conv", "embedding"}),
         # oneDNN's kernel of torch takes one or two axes.
         float_convolutions=TRANSPOSED | {"conv3d"},
-        # Its lookup reads rows of codes: MiniLM's engine is 25 MiB, not 56.
+        # Its lookup reads rows of integers: MiniLM's engine is 25 MiB, not 56.
         row_codes=True,
         graph_rules=GraphRules(
             severities={**ALWAYS, "signedness": "warning"},
-            signed_cost="is moved to unsigned codes at every run",
+            signed_cost="is converted to unsigned integers at every run",
         ),
         library="torch",
         packages=("torch",),
-        # Slower than OpenVINO with VNNI, and than ONNX Runtime without at small shapes.
+        # Slower than OpenVINO with VNNI, and at small shapes slower than ONNX Runtime without VNNI.
         auto_rank=2,
         file_magic=rb"PK\x03\x04.{26}engine\.json",
         exact_variant="torch-avx2",
