@@ -1,4 +1,4 @@
-"""Histograms of operands in calibration, with candidates for their ranges."""
+"""Histograms of operands in calibration, with candidate ranges."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 _SHOWN_BINS = 20
 _BINS = 128
-"""The largest number of bins in a record: more than a picture needs, and few enough for a report."""
+"""The largest number of bins in a record: enough for a picture, and few enough for a report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistogramBin:
-    """The number of values with magnitudes from ``low`` to ``high``, and the candidates with an amax in that range."""
+    """The number of values with magnitudes from ``low`` to ``high``, and the candidates whose amax is in it."""
 
     low: float
     high: float
@@ -39,7 +39,7 @@ class HistogramBin:
 
 
 class RangeCandidates(Rows[RangeCandidate]):
-    """The candidates for the range of an operand, judged in the format ``dtype``."""
+    """The candidate ranges of an operand, evaluated in the format ``dtype``."""
 
     look = "candidates"
 
@@ -49,13 +49,13 @@ class RangeCandidates(Rows[RangeCandidate]):
 
 
 class OperandHistogram(Rows[HistogramBin]):
-    """The histogram of one operand in calibration, about 20 bins from 0 on, with candidates for its range.
+    """The histogram of one operand in calibration, about 20 bins from 0 on, with candidate ranges.
 
     Attributes:
         data: the histogram as a record of a report.
-        bins: the bins, as ``rows``.
-        candidates: the candidate ranges, largest first, each with its name, amax, the share of values that it clips and
-            the SQNR in dB; ``chosen`` marks the range of the operand.
+        bins: the bins, equal to ``rows``.
+        candidates: the candidate ranges, largest first, each with its name, amax, share of clipped values (0 to 1) and
+            SQNR in dB; ``chosen`` marks the range of the operand.
     """
 
     look = "histogram"
@@ -69,21 +69,21 @@ class OperandHistogram(Rows[HistogramBin]):
         return self._picture("histogram")
 
     def below(self) -> list[Shown | str]:
-        """Return the candidates."""
+        """Return the table of candidates."""
         return [RangeCandidates(self.candidates, self.data.dtype)]
 
 
 def _bins(data: Histogram) -> tuple[HistogramBin, ...]:
-    together = math.ceil(len(data.counts) / _SHOWN_BINS)
-    width = together * data.width
-    starts = range(0, len(data.counts), together)
+    merged = math.ceil(len(data.counts) / _SHOWN_BINS)
+    width = merged * data.width
+    starts = range(0, len(data.counts), merged)
     # An amax on the border of two bins belongs to the lower one, whose values it does not clip.
     places = [min(max(math.ceil(entry.amax / width) - 1, 0), len(starts) - 1) for entry in data.candidates]
     return tuple(
         HistogramBin(
             low=place * width,
             high=(place + 1) * width,
-            count=sum(data.counts[start : start + together]),
+            count=sum(data.counts[start : start + merged]),
             cut_offs=tuple(entry for entry, at in zip(data.candidates, places, strict=True) if at == place),
         )
         for place, start in enumerate(starts)
@@ -91,41 +91,43 @@ def _bins(data: Histogram) -> tuple[HistogramBin, ...]:
 
 
 def histogram_of(name: str, plan: Plan, observation: Seen | None) -> Histogram:
-    """Return the histogram of an operand, with its candidate ranges."""
+    """Return the histogram of an operand, with its candidate ranges.
+
+    Raises:
+        QuantizerError: the name is unknown, or calibration kept no histogram of the operand.
+    """
     operands = {f"{path}.{operand.name}": (path, operand) for path, site in plan.items() for operand in site.operands}
     if name not in operands:
         near = difflib.get_close_matches(name, operands, n=3)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-        raise QuantizerError(f"no operand is called {name!r}; {hint}print(q.ranges) shows all, as SITE.OPERAND")
+        raise QuantizerError(f"unknown operand {name!r}; {hint}print(q.ranges) lists all operands, as SITE.OPERAND")
     path, operand = operands[name]
     if operand.role == "weight":
-        raise QuantizerError(
-            f"{name} is a weight: its ranges are the largest magnitudes of its channels, and no histogram is kept"
-        )
+        raise QuantizerError(f"no histogram of {name}: it is a weight, and only activations have histograms")
     if observation is None:
         raise QuantizerError(
-            f"no histogram of {name}: this quantizer was loaded; calib(model, resume=True) brings back what was seen"
+            f"no histogram of {name}: this quantizer was loaded; calib(model, resume=True) restores the statistics"
         )
-    seen = observation.records[path].operands.get(operand.name)
-    if seen is None or seen.range is None:
+    observed = observation.records[path].operands.get(operand.name)
+    if observed is None or observed.range is None:
         raise QuantizerError(f"no histogram of {name}: it was not observed: {operand.reason}")
-    calibrator = seen.range.calibrator
+    calibrator = observed.range.calibrator
     if calibrator.histogram is None:
         raise QuantizerError(
-            f"no histogram of {name}: {type(calibrator).__name__} keeps none; calibrate with percentile, mse, entropy "
-            "or auto to see one"
+            f"no histogram of {name}: {type(calibrator).__name__} does not collect one; calibrate with percentile, "
+            "mse, entropy or auto"
         )
     return _record(name, operand, calibrator, calibrator.histogram)
 
 
 def noisiest(plan: Plan, number: int) -> list[str]:
-    """Return the quantized activations with the lowest SQNR, lowest first; those that share a range count once."""
-    found: dict[str | None, tuple[float, str]] = {}
+    """Return the quantized activations with the lowest SQNR, lowest first, one for each shared range."""
+    lowest: dict[str | None, tuple[float, str]] = {}
     for path, site in plan.items():
         for operand in site.operands:
             if operand.quantized and operand.role == "activation" and operand.sqnr_db is not None:
-                found.setdefault(operand.range_group, (operand.sqnr_db, f"{path}.{operand.name}"))
-    return [name for _, name in sorted(found.values())[:number]]
+                lowest.setdefault(operand.range_group, (operand.sqnr_db, f"{path}.{operand.name}"))
+    return [name for _, name in sorted(lowest.values())[:number]]
 
 
 def _record(name: str, operand: OperandPlan, calibrator: Calibrator, histogram: Counts) -> Histogram:
@@ -145,26 +147,26 @@ def _record(name: str, operand: OperandPlan, calibrator: Calibrator, histogram: 
 def _candidates(
     operand: OperandPlan, calibrator: Calibrator, histogram: Counts, dtype: QType
 ) -> tuple[RangeCandidate, ...]:
-    """Return the range of each estimate, and that of the operand if no estimate equals it."""
-    taken = operand.largest_amax
-    found = list(estimates(calibrator, dtype))
+    """Return the range of each calibrator, and the range of the operand if it differs from all of them."""
+    amax_of_plan = operand.largest_amax
+    ranges = list(estimates(calibrator, dtype))
     # The amax of the plan is rounded to float32.
-    if taken is not None and not any(math.isclose(amax, taken, rel_tol=1e-6) for _, amax in found):
-        found.append((operand.estimate or "chosen", taken))
+    if amax_of_plan is not None and not any(math.isclose(amax, amax_of_plan, rel_tol=1e-6) for _, amax in ranges):
+        ranges.append((operand.estimate or "chosen", amax_of_plan))
     return tuple(
         RangeCandidate(
             name=name,
             amax=amax,
             clipped=histogram.share_above(amax),
             sqnr_db=histogram.sqnr_db(amax / dtype.qmax, dtype.name),
-            chosen=taken is not None and math.isclose(amax, taken, rel_tol=1e-6),
+            chosen=amax_of_plan is not None and math.isclose(amax, amax_of_plan, rel_tol=1e-6),
         )
-        for name, amax in sorted(found, key=lambda entry: -entry[1])
+        for name, amax in sorted(ranges, key=lambda entry: -entry[1])
     )
 
 
 def _few_bins(histogram: Counts) -> tuple[float, Tensor]:
-    """Return width and counts of at most ``_BINS`` bins, up to the last that is not empty; zeros are in the first."""
+    """Return the width and counts of at most ``_BINS`` bins up to the last non-empty one; zeros are in the first."""
     counts = histogram.counts.clone()
     counts[0] += histogram.total - counts.sum()
     used = int(counts.nonzero().max()) + 1

@@ -3,8 +3,8 @@
 A *type* matches a module if its class or any base class has that name: ``BertPooler``, or any longer part of its dotted
 path (``torch.nn.Linear``). A *name* is a pattern over whole segments of a module's path: ``*`` matches one segment or
 part of one, ``**`` any number of segments. A type or name covers everything below the modules that it matches,
-functional products included. A *site* is a pattern over a site's name (``**.attention.self.*.matmul_1``), to which an
-operand's name may be added for one operand of an add (``.lhs``). Exclude has precedence over include.
+functional calls included. A *site* is a pattern over a site's name (``**.attention.self.*.matmul_1``); for an add, an
+operand's name may follow (``.lhs``). Exclude has precedence over include.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quantizer.rewrite.operations import Kind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The rules of ``include``, or of ``exclude``."""
+    """The patterns of ``include`` or ``exclude``."""
 
     module_types: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -57,8 +57,8 @@ def exclusions(proxy: nn.Module, sites: Iterable[Site], include: Selection, excl
     sites = list(sites)
     problems: list[str] = []
     excluded = {
-        name: RuleKind.EXCLUDE.text(key=key, value=wanted)
-        for name, (key, wanted) in matched(proxy, sites, exclude, "exclude", problems).items()
+        name: RuleKind.EXCLUDE.text(key=key, value=pattern)
+        for name, (key, pattern) in matched(proxy, sites, exclude, "exclude", problems).items()
     }
     included = matched(proxy, sites, include, "include", problems)
     if problems:
@@ -77,35 +77,35 @@ def exclusions(proxy: nn.Module, sites: Iterable[Site], include: Selection, excl
 def matched(
     proxy: nn.Module, sites: Sequence[Site], rules: Selection, section: str, problems: list[str]
 ) -> dict[str, tuple[str, str]]:
-    """Return the key and pattern that matched each site or operand; add patterns without a match to ``problems``."""
-    found: dict[str, tuple[str, str]] = {}
+    """Return the key and pattern that match each site or operand; append unmatched patterns to ``problems``."""
+    rule_of: dict[str, tuple[str, str]] = {}
     modules = {
         path: module for path, module in proxy.named_modules() if not isinstance(module, SourceCall | OperandQuantizer)
     }
-    for wanted in rules.module_types:
-        hosts = [path for path, module in modules.items() if _is_a(module, wanted)]
+    for pattern in rules.module_types:
+        hosts = [path for path, module in modules.items() if _is_a(module, pattern)]
         if not hosts:
             known = {cls.__name__ for module in modules.values() for cls in original_class(module).__mro__}
-            problems.append(_nothing(f"{section}.module_types", wanted, "no module of this type", known))
-        _cover(found, sites, hosts, ("module_types", wanted))
-    for wanted in rules.names:
-        hosts = [path for path in modules if path and matches(wanted, path)]
+            problems.append(_no_match(f"{section}.module_types", pattern, "no module of this type", known))
+        _cover(rule_of, sites, hosts, ("module_types", pattern))
+    for pattern in rules.names:
+        hosts = [path for path in modules if path and matches(pattern, path)]
         if not hosts:
-            problems.append(_nothing(f"{section}.names", wanted, "no module of this name", modules))
-        _cover(found, sites, hosts, ("names", wanted))
-    for wanted in rules.sites:
-        hits = [name for site in sites for name in _site_names(site) if matches(wanted, name)]
+            problems.append(_no_match(f"{section}.names", pattern, "no module of this name", modules))
+        _cover(rule_of, sites, hosts, ("names", pattern))
+    for pattern in rules.sites:
+        hits = [name for site in sites for name in _site_names(site) if matches(pattern, name)]
         for name in hits:
-            found.setdefault(name, ("sites", wanted))
+            rule_of.setdefault(name, ("sites", pattern))
         if not hits:
             names = [site.path for site in sites]
-            below = [name for name in names if matches(f"{wanted}.**", name)]
-            problem = _nothing(f"{section}.sites", wanted, "no site of this name", () if below else names)
+            below = [name for name in names if matches(f"{pattern}.**", name)]
+            problem = _no_match(f"{section}.sites", pattern, "no site of this name", () if below else names)
             if below:
-                rest = f" and {len(below) - 1} more" if len(below) > 1 else ""
-                problem += f"; it is a module, for {section}.names, with the site {below[0]!r}{rest}"
+                others = f" and {len(below) - 1} more" if len(below) > 1 else ""
+                problem += f"; it is a module, for {section}.names, with the site {below[0]!r}{others}"
             problems.append(problem)
-    return found
+    return rule_of
 
 
 def _site_names(site: Site) -> list[str]:
@@ -113,22 +113,22 @@ def _site_names(site: Site) -> list[str]:
 
 
 def _operand_names(site: Site) -> list[str]:
-    """Return the operands that rules can choose singly, those of an add: a product quantizes both operands or none."""
+    """Return the operands that rules can select: only those of an add."""
     if site.operation.kind != "residual_add":
         return []
     return [f"{site.path}.{operand.name}" for operand in site.operation.operands]
 
 
 def _cover(
-    found: dict[str, tuple[str, str]], sites: Sequence[Site], hosts: Sequence[str], rule: tuple[str, str]
+    rule_of: dict[str, tuple[str, str]], sites: Sequence[Site], hosts: Sequence[str], rule: tuple[str, str]
 ) -> None:
     for site in sites:
         if any(not host or site.path.startswith(host + ".") for host in hosts):
-            found.setdefault(site.path, rule)
+            rule_of.setdefault(site.path, rule)
 
 
-def _is_a(module: nn.Module, wanted: str) -> bool:
-    *qualifiers, name = wanted.split(".")
+def _is_a(module: nn.Module, pattern: str) -> bool:
+    *qualifiers, name = pattern.split(".")
     for cls in original_class(module).__mro__:
         remaining = iter([*cls.__module__.split("."), *cls.__qualname__.split(".")[:-1]])
         if cls.__name__ == name and all(part in remaining for part in qualifiers):
@@ -136,13 +136,13 @@ def _is_a(module: nn.Module, wanted: str) -> bool:
     return False
 
 
-def _nothing(place: str, wanted: str, what: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(wanted, list(known), n=1)
+def _no_match(place: str, pattern: str, problem: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(pattern, list(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"quantizer.{place}: {wanted!r} matches nothing: {what} in the model{hint}"
+    return f"quantizer.{place}: {pattern!r} matches nothing: {problem} in the model{hint}"
 
 
 def by_kind(switches: Mapping[str, bool | str], kind: Kind) -> str | None:
-    """Return the switch in ``sites:`` that turns a kind of site off; None if the kind is on."""
-    # The result of a convolution is rounded where that is.
+    """Return the ``sites:`` rule that turns off a kind of site; None if the kind is on."""
+    # Output sites have no switch: they follow their convolution.
     return RuleKind.SWITCH.text(key=kind, value="false") if switches.get(kind) is False else None

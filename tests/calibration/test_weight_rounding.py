@@ -478,7 +478,9 @@ def test_weights_that_changed_are_rounded_to_nearest() -> None:
     usual = make_calibrated(model, data(), **WEIGHTS)
     with (
         pytest.warns(UserWarning, match="1 of 10 parameters changed since the calibration"),
-        pytest.warns(UserWarning, match="1 weights changed since their integers were chosen and are rounded to nearest"),
+        pytest.warns(
+            UserWarning, match="1 weights changed since their integers were chosen and are rounded to nearest"
+        ),
     ):
         frozen: Any = q.quantize(model)
     expected: Any = usual.quantize(model)

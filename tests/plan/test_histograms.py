@@ -138,8 +138,8 @@ def test_the_noisiest_come_first_and_one_tensor_once() -> None:
 @pytest.mark.parametrize(
     ("operand", "message"),
     [
-        ("up.forward.linear_0.inputs", r"no operand is called .*did you mean 'up\.forward\.linear_0\.input' or "),
-        ("zzz", r"no operand is called 'zzz'; print\(q\.ranges\) shows all"),
+        ("up.forward.linear_0.inputs", r"unknown operand .*did you mean 'up\.forward\.linear_0\.input' or "),
+        ("zzz", r"unknown operand 'zzz'; print\(q\.ranges\) lists all"),
         ("up.forward.linear_0.weight", "is a weight: .* no histogram is kept"),
     ],
     ids=["near", "far", "weight"],

@@ -771,12 +771,12 @@ STAYS_FLOAT = {
     "embedding of integers": ("F.embedding(x.long(), x.long())", NO_FLOATS),
     "a table that is no parameter": (
         "F.embedding(x.long(), torch.ones(20, 4))",
-        "the table of the embedding is no",
+        "the embedding table is not a parameter",
     ),
     "out": ("torch.mm(x, x, out=torch.empty_like(x))", ReasonCode.OUT_ARGUMENT.text()),
     "three operands": (
         "torch.einsum('ij,jk,kl->il', x, x, x)",
-        "an einsum of 3 operands is not quantized",
+        "an einsum with 3 operands is not quantized",
     ),
     "an equation that is computed": ("torch.einsum(''.join('ij,jk->ik'), x, x)", ReasonCode.EINSUM_UNSPELLED.text()),
     "starred": ("torch.einsum(*('ij,jk->ik', x, x))", ReasonCode.EINSUM_STARRED.text()),
@@ -786,7 +786,7 @@ STAYS_FLOAT = {
     ),
     "a weight in two ways": (
         "sum(x @ w for w in (self.w, self.w.t()))",
-        "an operand is a parameter in one call",
+        "an operand is a parameter in some calls",
     ),
 }
 

@@ -179,15 +179,23 @@ BAD: list[tuple[str, Any, str]] = [
     (f"{LINEAR}.input", torch.ones(32), r"shape \[32\], expected \[\]$"),
     (f"{LINEAR}.weight", torch.ones(32), r"shape \[32\], expected \[\] or \[64\] \(its channels, axis 0\)"),
     (f"{LINEAR}.weight", torch.ones(64, 1), r"shape \[64, 1\], expected \[\] or \[64\]"),
-    (f"{LINEAR}.input", torch.tensor(0.0), "0 among its values; a scale is positive and finite"),
-    (f"{LINEAR}.input", torch.tensor(-1.0), "-1 among its values"),
-    (f"{LINEAR}.weight", torch.tensor([1.0] * 63 + [float("nan")]), "nan among its values"),
-    (f"{LINEAR}.weight", torch.tensor([1.0] * 63 + [float("inf")]), "inf among its values"),
-    (f"{LINEAR}.input", torch.tensor(1), "expected a tensor of floats, got torch.int64"),
-    (f"{LINEAR}.input", 0.5, "expected a tensor of floats, got float"),
-    (f"{LINEAR}.input", torch.tensor(1e6), r"1e\+06 is more than the target's torch.float16 holds"),
-    ("down.forward.linear_0.input", torch.tensor(1.0), r"its site is not quantized \(excluded by rule\); leave it out"),
-    ("forward.add_0.lhs", torch.tensor(1.0), r"it is not quantized \(excluded by rule\); leave it out, or change"),
+    (f"{LINEAR}.input", torch.tensor(0.0), "it contains 0; scales must be positive and finite"),
+    (f"{LINEAR}.input", torch.tensor(-1.0), "it contains -1"),
+    (f"{LINEAR}.weight", torch.tensor([1.0] * 63 + [float("nan")]), "it contains nan"),
+    (f"{LINEAR}.weight", torch.tensor([1.0] * 63 + [float("inf")]), "it contains inf"),
+    (f"{LINEAR}.input", torch.tensor(1), "expected a floating-point tensor, got torch.int64"),
+    (f"{LINEAR}.input", 0.5, "expected a floating-point tensor, got float"),
+    (f"{LINEAR}.input", torch.tensor(1e6), r"1e\+06 is too large for torch.float16"),
+    (
+        "down.forward.linear_0.input",
+        torch.tensor(1.0),
+        r"its site is not quantized \(excluded by rule\); remove the scale",
+    ),
+    (
+        "forward.add_0.lhs",
+        torch.tensor(1.0),
+        r"the operand is not quantized \(excluded by rule\); remove the scale, or change",
+    ),
 ]
 
 

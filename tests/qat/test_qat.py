@@ -231,5 +231,5 @@ def test_a_scale_that_training_ruined_is_named() -> None:
         change = site.quantizer_of("input").change
         assert change is not None
         change.fill_(float("nan"))
-    with pytest.raises(CalibrationError, match=r"last\.forward\.linear_0\.input.*a scale is positive and finite"):
+    with pytest.raises(CalibrationError, match=r"last\.forward\.linear_0\.input.*scales must be positive and finite"):
         quantizer.quantize(model)

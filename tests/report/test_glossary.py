@@ -49,7 +49,7 @@ def test_the_report_has_the_words_without_the_network() -> None:
         ("12 sites and an operand differ", ["operand", "site"]),
         ("a frozen proxy", ["frozen", "proxy"]),
         ("quantizer.sites.residual_add: expected auto", []),
-        ("no operand is called 'site'", ["operand"]),
+        ("unknown operand 'site'", ["operand"]),
         ("the website is a composite", []),
         ("--proxy is no option", []),
         ("cannot write /site/x", []),

@@ -200,7 +200,7 @@ EARLY = {
     f"{RUN} data.evaluation.samples=9999": "has 24 samples, fewer than",
     f"{RUN} data.evaluation.name=nonsense": "unknown data set 'nonsense'",
     f"{RUN} engine.compute_capability=sm89": "which has no compute capability; remove 'sm89'",
-    f"{RUN} engine.strip_weights=true": "engine.strip_weights: openvino always stores the weights in its engines; remove",
+    f"{RUN} engine.strip_weights=true": "engine.strip_weights: openvino always stores the weights in its engines",
     f"{RUN} 'quantizer.backend=[openvino, tensorrt]'": "auto times engines on this CPU, and tensorrt's run elsewhere",
     "run run.yaml --output texts.txt/run": "texts.txt is no folder; choose another folder",
     "run run.yaml --output mine --force": "it holds 'file'",
