@@ -1,13 +1,10 @@
-"""The observation of one batch in a proxy, and of each site that it reaches.
+"""Observe one batch in a proxy: the operands of each site, and which of them are weights.
 
-Operands that are the same tensor (the inputs of query, key and value) share a ``RangeGroup``: one calibrator, which
-gets the tensor once a batch, and one range. Parameters that are not finite are named, as their results reach other
-sites first, or none.
+Operands that are the same tensor (the inputs of query, key and value) share a ``RangeGroup`` with one calibrator, which
+observes the tensor once per batch. Parameters with NaN or infinite values are reported by name before any site runs.
 
-In a mixture of experts every expert sees every token, whatever the router chooses: the mixture runs again with other
-experts until all have seen all tokens. Those results are dropped: the model goes on with what its router chose.
-
-The operands of one call of a site: which are weights, and why a call cannot be rounded.
+With ``all_experts``, a mixture of experts runs again with other experts until all experts have seen all tokens. These
+results are dropped, so the model continues with the routed result.
 """
 
 from __future__ import annotations
@@ -42,44 +39,44 @@ from quantizer.utils.fingerprint import tensor_version
 
 
 class FiniteParameters:
-    """A check of a model's parameters before each pass, repeated only for those that changed."""
+    """A check that parameters are finite, repeated only for parameters that changed."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Tensor, int, str | None]] = {}
+        self._problems: dict[int, tuple[Tensor, int, str | None]] = {}
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Check all parameters."""
+        """Raise a CalibrationError if a parameter has NaN or inf values; -inf may be a mask."""
         for name, parameter in parameters:
-            if self._of(parameter) not in (None, "-inf"):
+            if self._problem(parameter) not in (None, "-inf"):
                 raise self._error(name, parameter)
 
     def check_weight(self, name: str, parameter: Tensor) -> None:
-        """Check a parameter that is a weight, so that -inf is no mask."""
-        if self._of(parameter) is not None:
+        """Raise a CalibrationError if a weight has NaN, inf or -inf values."""
+        if self._problem(parameter) is not None:
             raise self._error(name, parameter)
 
-    def _of(self, parameter: Tensor) -> str | None:
+    def _problem(self, parameter: Tensor) -> str | None:
         version = tensor_version(parameter)
-        known = self._found.get(id(parameter))
+        known = self._problems.get(id(parameter))
         if known is None or known[0] is not parameter or known[1] != version:
-            known = self._found[id(parameter)] = (parameter, version, non_finite(parameter))
+            known = self._problems[id(parameter)] = (parameter, version, non_finite(parameter))
         return known[2]
 
     def _error(self, name: str, parameter: Tensor) -> CalibrationError:
         return CalibrationError(
-            f"the weight {name!r}, shape {tuple(parameter.shape)}, has {self._of(parameter)} among its values: nothing "
-            "that the model gives can be trusted; load its weights again, or look at what its training made of them"
+            f"the weight {name!r}, shape {tuple(parameter.shape)}, contains {self._problem(parameter)}, so the outputs "
+            "of the model are invalid; load its weights again, or check its training"
         )
 
 
-_ROUTED = 2  # axes of the numbers of the experts of each token
+_ROUTED = 2  # axes of the expert indices of each token
 
 
 def show_all_experts(proxy: nn.Module, sites: Iterable[Site]) -> list[Callable[[], None]]:
-    """Let each mixture of a proxy run with all of its experts in every pass; return what undoes that.
+    """Run each mixture of experts with all of its experts in every pass; return functions that undo this.
 
-    The mixtures are the modules with grouped products. Each gets the numbers of the experts, integers [T, k] for T
-    tokens with k experts, as an argument of ``forward``, and knows how many it has as ``num_experts``.
+    Mixtures are the modules with grouped matrix multiplications. ``forward`` receives the expert indices as integers
+    [T, k], for T tokens with k experts each, and ``num_experts`` is their number.
     """
     hosts = dict.fromkeys(site.host_path for site in sites if site.operation.grouped is not None)
     mixtures = ((path, proxy.get_submodule(path)) for path in hosts)
@@ -90,20 +87,22 @@ def show_all_experts(proxy: nn.Module, sites: Iterable[Site]) -> list[Callable[[
 
 def _of_all(path: str) -> Callable[..., None]:
     def run_again(mixture: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-        held: dict[Any, Any] = {**dict(enumerate(args)), **keywords}
-        routed = [place for place, value in held.items() if _is_routing(value)]
+        arguments: dict[Any, Any] = {**dict(enumerate(args)), **keywords}
+        routed = [place for place, value in arguments.items() if _is_routing(value)]
         experts = getattr(mixture, "num_experts", None)
         if len(routed) != 1 or not isinstance(experts, int):
             raise CalibrationError(
-                f"{path}: expected one argument with the numbers of the experts, integers [tokens, experts of each], "
-                f"and num_experts, got {len(routed)} such arguments and num_experts {experts!r}: "
+                f"{path}: expected one argument with expert indices, integers [tokens, experts per token], and "
+                f"num_experts, got {len(routed)} such arguments and num_experts {experts!r}; "
                 "set activations.all_experts to false"
             )
-        index = held[routed[0]]
+        index = arguments[routed[0]]
         for first in range(0, experts, index.shape[1]):
-            chosen = (torch.arange(index.shape[1], device=index.device) + first) % experts
-            given = {**held, routed[0]: chosen.to(index.dtype).expand_as(index).contiguous()}
-            mixture.forward(*(given[place] for place in range(len(args))), **{name: given[name] for name in keywords})
+            indices = (torch.arange(index.shape[1], device=index.device) + first) % experts
+            replaced = {**arguments, routed[0]: indices.to(index.dtype).expand_as(index).contiguous()}
+            mixture.forward(
+                *(replaced[place] for place in range(len(args))), **{name: replaced[name] for name in keywords}
+            )
 
     return run_again
 
@@ -122,18 +121,18 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """The settings of all passes, and results that hold for later passes too.
+    """The settings of all passes, and results that later passes reuse.
 
     Attributes:
-        make: makes a calibrator; its argument asks for a histogram.
-        refused: sites (and operands) that rules exclude, with the rule; they are counted, not observed.
-        off: kinds of site that are counted, not observed; the kind of a site depends on its operands.
-        channels: kinds of site for whose inputs the range of each channel is kept.
-        all_experts: whether each mixture runs with all of its experts, and not only with those that its router chose.
-        together: sites whose calls share one range, however their ranges differ.
-        explanations: the reasons why products are outside of sites.
+        make: creates a calibrator; the argument requests a histogram.
+        refused: sites and operands that rules exclude, with the rule; they are counted, but not observed.
+        off: kinds of site that are counted, but not observed.
+        channels: kinds of site whose inputs have a range per channel.
+        all_experts: whether each mixture runs with all of its experts instead of the routed ones only.
+        together: sites whose calls always share one range.
+        explanations: the reasons why operations are outside of sites.
         measured: the magnitudes of parameters.
-        finite: checks that parameters are finite.
+        finite: the check that parameters are finite.
     """
 
     make: Callable[[bool], Calibrator]
@@ -148,7 +147,7 @@ class Watched:
 
 
 def calls_together(sites: Iterable[Site], all_experts: bool) -> set[str]:
-    """Return the sites whose calls share one range: the steps of a recurrent layer, and mixtures that run again."""
+    """Return the sites whose calls share one range: steps of a recurrent layer, and repeated mixtures."""
     mixtures = {site.host_path for site in sites if all_experts and site.operation.grouped is not None}
     return {
         site.path
@@ -164,7 +163,7 @@ class Pass:
     Attributes:
         seen: the statistics so far.
         number: the number of the batch, from 0.
-        kept: the hash and a copy of the batch, if it is to be kept.
+        kept: the hash and a copy of the batch, if it is stored for replay.
         has_begun: whether ``begin`` was called.
     """
 
@@ -191,7 +190,7 @@ class Pass:
     def begin(self, proxy: nn.Module, inputs: Sequence[Any], mask: Tensor | None) -> None:
         """Start to track the model's operations; ``mask`` [B, S] is True for real tokens (None: all are real)."""
         self.has_begun = True
-        # Listed in each pass, since a cast gives the proxy its own parameters.
+        # Listed in each pass, because a cast replaces the parameters of the proxy.
         parameters = list(proxy.named_parameters())
         self._watched.finite.check(parameters)
         self._weights = Weights(parameters)
@@ -204,7 +203,7 @@ class Pass:
         self._provenance.__enter__()  # type: ignore[no-untyped-call]
 
     def _read(self, value: Tensor) -> None:
-        """Record a parameter that code outside of sites computes with: frozen, it must be kept as floats too."""
+        """Record a parameter that code outside of sites reads, so that a frozen proxy keeps it in float."""
         for path in self._weights.shown_by(value):
             if path not in self.seen.read_outside:
                 running = callers(innermost_frame(sys._getframe()))
@@ -212,13 +211,13 @@ class Pass:
                 self.seen.read_outside[path] = str(next(outside, "in torch's own code"))
 
     def end(self) -> None:
-        """Stop tracking; called also after an exception or interrupt."""
+        """Stop tracking, also after an exception or interrupt."""
         self._counter.stop()
         if _python_dispatch._get_current_dispatch_mode() is self._provenance:
             self._provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def whole(self, result: Any) -> Seen:
-        """Return the statistics of the whole pass; ``result`` is the model's output."""
+        """Return the statistics of the pass; ``result`` is the model's output."""
         self._magnitudes.returned(result)
         for leaf in _pytree.tree_leaves(result):
             self._outputs.read(leaf)
@@ -227,7 +226,7 @@ class Pass:
     # -- one site --------------------------------------------------------------------------------------------------
 
     def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor], ends: Tensor | None = None) -> None:
-        """Observe the operands of a call, and the ends of its groups of rows."""
+        """Observe the operands of a call, and the row boundaries of its groups, if any."""
         # The operations of the observation itself must not be counted or tracked. torch's _disable_current_modes does
         # the same, also for modes of tracers, and takes three times as long.
         modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
@@ -241,28 +240,28 @@ class Pass:
                 _python_dispatch._push_mode(mode)
 
     def enter(self, place: Place, values: list[Any]) -> None:
-        """Note what a place's result is made of: an output that is rounded, or a convolution's that it normalizes."""
+        """Record which output sites a call reads, or which convolution a batch norm follows."""
         followed: set[str] | None = None
         with self._lock:
             tensors = [value for value in _pytree.tree_leaves(values) if isinstance(value, Tensor)]
             outputs = [self._outputs.site_of(tensor) for tensor in tensors]
             if place.operation.name == "batch_norm":
-                # It becomes part of the convolution, which is rounded behind it.
+                # The engine fuses it into the convolution, whose output is quantized after it.
                 origin, site = self._provenance.origin(tensors[0]), outputs[0]
                 if origin is not None and origin.direct and site is not None and site.path == f"{origin.name}.{OUTPUT}":
                     followed = None if self._outputs.take(tensors[0]) is None else {origin.name}
             elif outputs and len(tensors) == _operands_of(place.operation.name, values):
-                # An operand in float would have to be quantized first.
-                known = {site.path for site in outputs if site is not None}
-                followed = known if None not in outputs else None
+                # The engine would have to quantize a float operand first.
+                paths = {site.path for site in outputs if site is not None}
+                followed = paths if None not in outputs else None
         self._made_of[threading.get_ident()] = place.operation.name, followed
 
     def _see_result(self, site: Site, value: Any, record: SiteStatistics) -> None:
-        """Follow the result of a call to its readers, if it is one of an operation that computes in integers."""
+        """Follow the result of a call to its readers, if the engine computes the call in integers."""
         operation, followed = self._made_of.pop(threading.get_ident(), ("", None))
         record.calls += 1
         if operation == "interpolate" and self._outputs.site_of(value) is not None:
-            # Repeated values have the codes of those that are repeated.
+            # Repeated values have the integers of the original values.
             followed = None
         if followed is None or not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             if ReasonCode.NOT_OF_CONVOLUTION.text() not in record.reasons:
@@ -275,18 +274,18 @@ class Pass:
             self._outputs.begin(value, site, record.calls - 1)
 
     def _see_output(self, site: Site, value: Tensor, call: int) -> None:
-        """Observe a result that is read, of a call by its number in the pass."""
-        seen = self._record(site).operands.setdefault(site.operation.operands[0].name, OperandRecord())
+        """Observe the result of call ``call`` of a pass when it is read."""
+        record = self._record(site).operands.setdefault(site.operation.operands[0].name, OperandRecord())
         modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
         try:
             with self._lock:
-                if seen.group is not None and call < len(seen.tensors or ()):
+                if record.group is not None and call < len(record.tensors or ()):
                     known = self._groups.get(value)
-                    if known == (self._provenance.version(value), seen.group, seen.tensor_of(call)):
+                    if known == (self._provenance.version(value), record.group, record.tensor_of(call)):
                         return
-                    # Several tensors of one result, rectified or moved, are of one range.
-                    seen.group.keep_together("")
-                self._observe(site, site.operation.operands[0].name, value, seen, call)
+                    # Several tensors that derive from one result share a range.
+                    record.group.keep_together("")
+                self._observe(site, site.operation.operands[0].name, value, record, call)
         finally:
             for mode in reversed(modes):
                 _python_dispatch._push_mode(mode)
@@ -296,10 +295,10 @@ class Pass:
         if site.operation.name == OUTPUT:
             self._see_result(site, values[0], record)
             return
-        followed = {found.path for value in values if (found := self._outputs.site_of(value)) is not None}
+        followed = {output.path for value in values if (output := self._outputs.site_of(value)) is not None}
         for value in values:
             self._outputs.read(value)
-        # The result that comes next is that of this call.
+        # The next result belongs to this call.
         begins = site.operation.kind == "conv" or (site.operation.kind == "residual_add" and followed)
         self._made_of[threading.get_ident()] = site.operation.name, {site.path} if begins else None
         self._calls[threading.get_ident()] = None
@@ -316,32 +315,34 @@ class Pass:
             if reason not in record.reasons:
                 record.reasons.append(reason)
             return
-        place = next((place for place, weight in enumerate(weights) if weight is not None), None)
-        record.kind = kind_of(site.operation, weighted=place is not None)
+        position = next((position for position, weight in enumerate(weights) if weight is not None), None)
+        record.kind = kind_of(site.operation, weighted=position is not None)
         shapes = tuple(tuple(value.shape) for value in values)
         self._calls[threading.get_ident()] = Call(
-            operands=shapes, result=(), weight=place, equation=site.source.equation
+            operands=shapes, result=(), weight=position, equation=site.source.equation
         )
         record.fit += 1
         if site.path in self._watched.refused or record.kind in self._watched.off:
             return
-        given = zip(values, weights, strict=True)
+        operands = zip(values, weights, strict=True)
         for operand in site.operation.operands:
-            value, weight = (inside(), None) if operand.index is None else next(given)
-            seen = record.operands.setdefault(operand.name, OperandRecord())
-            # The operand that fused attention computes inside is its softmax.
+            value, weight = (inside(), None) if operand.index is None else next(operands)
+            operand_record = record.operands.setdefault(operand.name, OperandRecord())
+            # The operand inside fused attention is its softmax.
             origin = self._provenance.origin(value)
-            seen.saw_softmax(operand.index is None or (origin is not None and origin.kind == "softmax"))
+            operand_record.saw_softmax(operand.index is None or (origin is not None and origin.kind == "softmax"))
             if weight is not None:
-                seen.weight = weight
+                operand_record.weight = weight
             elif f"{site.path}.{operand.name}" not in self._watched.refused:
-                tensor = self._observe(site, operand.name, value, seen, record.calls - 1)
+                tensor = self._observe(site, operand.name, value, operand_record, record.calls - 1)
                 if record.kind in self._watched.channels:
-                    assert seen.group is not None
+                    assert operand_record.group is not None
                     if record.kind == "conv":
-                        seen.add_layer_before(origin.name if origin is not None and origin.channelwise else "")
+                        operand_record.add_layer_before(
+                            origin.name if origin is not None and origin.channelwise else ""
+                        )
                     axis = -1 if record.kind == "linear" else 1 - max(tensor.dim() for tensor in values)
-                    seen.group.add_channels(ChannelRange.of(self._real(site, value), axis), tensor)
+                    operand_record.group.add_channels(ChannelRange.of(self._real(site, value), axis), tensor)
         if record.kind == "residual_add":
             record.follows |= followed
             origins = [self._provenance.origin(value) for value in values]
@@ -364,44 +365,44 @@ class Pass:
             with self._lock:
                 self._measure(site, replace(call, result=tuple(result.shape)), record)
         if kind != "embedding":
-            made = "product" if kind == "matmul" else "weighted"
-            self._provenance.mark(result, Origin(made, site.path, direct=True, channelwise=kind == "conv"))
+            origin_kind = "product" if kind == "matmul" else "weighted"
+            self._provenance.mark(result, Origin(origin_kind, site.path, direct=True, channelwise=kind == "conv"))
 
     def _varies(self, record: SiteStatistics, site: Site, weights: list[Weight | None]) -> str | None:
-        """Return why a site cannot store a weight: an operand differs between calls; None if none does."""
-        given = (operand for operand in site.operation.operands if operand.index is not None)
-        for operand, weight in zip(given, weights, strict=True):
-            seen = record.operands.get(operand.name)
-            first = seen is None or (seen.weight is None and seen.group is None)
-            if seen is not None and not first and not same_weight(seen.weight, weight):
-                return why_varies(seen.weight, weight)
+        """Return why a site cannot store a weight because it differs between calls; None if it does not."""
+        operands = (operand for operand in site.operation.operands if operand.index is not None)
+        for operand, weight in zip(operands, weights, strict=True):
+            record_of_operand = record.operands.get(operand.name)
+            first = record_of_operand is None or (record_of_operand.weight is None and record_of_operand.group is None)
+            if record_of_operand is not None and not first and not same_weight(record_of_operand.weight, weight):
+                return why_varies(record_of_operand.weight, weight)
         return None
 
     def _measure(self, site: Site, call: Call, record: SiteStatistics) -> None:
-        """Record the product's dimensions and multiply-adds, and the axes of its weight."""
+        """Record the GEMM dimensions and multiply-adds of a call, and the axes of its weight."""
         assert site.operation.geometry is not None
         size = site.operation.geometry(call)
         record.depth = merge_dimension(record.depth, size.depth)
         record.width = merge_dimension(record.width, size.width)
         record.rows = merge_dimension(record.rows, size.rows)
         operands = [record.operands.get(operand.name) for operand in site.operation.operands]
-        probabilities = (place for place, seen in enumerate(operands) if seen is not None and seen.softmax)
+        probabilities = (place for place, operand in enumerate(operands) if operand is not None and operand.softmax)
         head, sequence = size.attention(next(probabilities, None))
         record.head, record.sequence = merge_dimension(record.head, head), max(record.sequence, sequence)
         record.multiply_adds += size.multiply_adds
-        for seen in record.operands.values():
-            if seen.weight is not None:
-                seen.axis, seen.inner = size.axis, size.inner
+        for operand in record.operands.values():
+            if operand.weight is not None:
+                operand.axis, operand.inner = size.axis, size.inner
 
     def _observe(self, site: Site, operand: str, value: Tensor, record: OperandRecord, call: int) -> int:
-        """Observe an operand in a call, by its number in the pass; return the number of the tensor in its group."""
+        """Observe an operand of call ``call``; return the index of the tensor in its range group."""
         name = f"{site.path}.{operand}"
         version = self._provenance.version(value)
-        known = self._groups.get(value)
+        observed = self._groups.get(value)
         residual = site.operation.kind == "residual_add"
-        if known is not None and known[0] == version:
-            group: RangeGroup = known[1]
-            tensor: int = known[2]
+        if observed is not None and observed[0] == version:
+            group: RangeGroup = observed[1]
+            tensor: int = observed[2]
             self._join(record, group, name)
             self._keep_together(site, group)
             self._note(record, group, call, tensor)
@@ -430,19 +431,18 @@ class Pass:
 
     @staticmethod
     def _note(record: OperandRecord, group: RangeGroup, call: int, tensor: int) -> None:
-        # A loop may have many calls, whose tensors need not be known if they share a range.
+        # A loop may have many calls; their tensors need no indices if they share a range.
         if group.together is None:
             record.read(call, tensor)
 
     def _keep_together(self, site: Site, group: RangeGroup) -> None:
-        """Keep the calls of a site together that later passes cannot tell apart."""
+        """Let the calls of a site share a range if later passes cannot distinguish them."""
         if site.path in self._watched.together:
             group.keep_together("")
         if threading.get_ident() != self._ident:
             group.keep_together("a thread that the model starts makes some")
 
     def _real(self, site: Site, value: Tensor) -> Tensor:
-        """Return the operand without padding."""
         return without_padding(value, self._mask, channels_last=site.operation.name == "linear")
 
     def _join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
@@ -458,11 +458,11 @@ class Pass:
 
 
 def _operands_of(name: str, values: Sequence[Any]) -> int:
-    """Return how many tensors an operation computes with, if no number takes the place of one."""
+    """Return the number of tensor operands of an operation without scalar operands."""
     return len(values[0]) if name == "cat" else 2 if name == "mul" else 1
 
 
-_PRODUCT = 2  # operands of a product
+_PRODUCT = 2  # operands of a matrix multiplication
 _MATRIX = 2  # axes of a weight that is multiplied by ``@``
 
 
@@ -476,43 +476,43 @@ class CallOperands:
         self._repeated: set[tuple[str, int]] = set()
 
     def weights(self, site: Site, values: Sequence[Any]) -> tuple[list[Weight | None], str | None]:
-        """Return the weights among the operands, None for others, and why a call has none that can be held.
+        """Return the weights among the operands (None for others), and why a call has no weight that can be stored.
 
-        What is computed from parameters alone is a weight where a weight belongs, and as an operand of a product of two
-        tensors; what it is before it is spread over the batch, if it is. Where that cannot be told, it is rounded as
-        any activation, since it may grow with the batch. So is a parameter that is the input of a layer.
+        A tensor computed from parameters only is a weight in the weight position, or as an operand of a MatMul before
+        it is expanded over the batch. Otherwise it counts as an activation, because it may grow with the batch. A
+        parameter that is the input of a layer also counts as an activation.
         """
-        found = [self._weights.find(value) for value in values]
+        weights = [self._weights.find(value) for value in values]
         kind = site.operation.kind
         if kind == "residual_add" or any(map(is_transformed, values)):
-            return found, None
-        given = [operand.name for operand in site.operation.operands if operand.index is not None]
-        own = given.index("weight") if "weight" in given else None
+            return weights, None
+        names = [operand.name for operand in site.operation.operands if operand.index is not None]
+        own = names.index("weight") if "weight" in names else None
         for place, value in enumerate(values):
-            if found[place] is not None or not isinstance(value, Tensor) or value.layout is not torch.strided:
+            if weights[place] is not None or not isinstance(value, Tensor) or value.layout is not torch.strided:
                 continue
             origin = self._tracker.origin(value)
             alone = origin is not None and origin.kind == "parameter"
             if place == own or (alone and own is None):
                 computed = self._computed(site, values, place)
                 if isinstance(computed, Weight):
-                    found[place] = computed
+                    weights[place] = computed
                 elif computed is not None and (alone or computed == RANDOM):
-                    return found, ReasonCode.FROM_PARAMETERS.text(why=computed)
-        if own is not None and found[own] is not None:
-            found = [weight if place == own else None for place, weight in enumerate(found)]
-        return found, None
+                    return weights, ReasonCode.FROM_PARAMETERS.text(why=computed)
+        if own is not None and weights[own] is not None:
+            weights = [weight if place == own else None for place, weight in enumerate(weights)]
+        return weights, None
 
     def _computed(self, site: Site, values: Sequence[Any], place: int) -> Weight | str | None:
-        """Return a weight that is computed from parameters, or why it cannot be held; None if it is not one."""
+        """Return a weight that is computed from parameters, or why it cannot be stored; None if it is not one."""
         value: Tensor = values[place]
         computation = self._tracker.computation(value, site.host_path)
         if computation is None or isinstance(computation, str):
             return computation
         if not computation.inputs:
             return None
-        given = [self._named[path] for path in computation.inputs]
-        weight: Weight | None = Weight.computed(computation, given)
+        inputs = [self._named[path] for path in computation.inputs]
+        weight: Weight | None = Weight.computed(computation, inputs)
         if site.operation.kind == "matmul":
             weight = self._before_spreading(site, values, place, computation)
         if weight is None or (site.path, place) in self._repeated:
@@ -521,42 +521,46 @@ class CallOperands:
         if problem is not None:
             raise CalibrationError(
                 f"{site.path}: the weight that is computed from {', '.join(computation.inputs)}, shape "
-                f"{tuple(value.shape)}, has {problem} among its values; look at these parameters"
+                f"{tuple(value.shape)}, contains {problem}; check these parameters"
             )
-        again = weight.tensor()
-        if again.dtype != value.dtype or not torch.equal(again.expand_as(value), value.detach()):
-            return "in a way that gives other values when it is repeated"
+        repeated = weight.tensor()
+        if repeated.dtype != value.dtype or not torch.equal(repeated.expand_as(value), value.detach()):
+            return "and gives other values when the computation is repeated"
         self._repeated.add((site.path, place))
         return weight
 
     def _before_spreading(
         self, site: Site, values: Sequence[Any], place: int, computation: Computation
     ) -> Weight | None:
-        """Return an operand of a product before it is spread over a batch, as ``w.expand(len(x), -1, -1)`` does.
+        """Return an operand of a MatMul before it is expanded over a batch, as in ``w.expand(len(x), -1, -1)``.
 
-        None: it is spread in another way, and so may be another one for another batch.
+        None: it is expanded in another way, which may depend on the batch.
         """
         value: Tensor = values[place]
-        given = [self._named[path] for path in computation.inputs]
+        inputs = [self._named[path] for path in computation.inputs]
         try:
-            core = computation.without_copies(given)
-            made = core.of(given)
+            core = computation.without_copies(inputs)
+            unexpanded = core.of(inputs)
         except ValueError:
             return None
         if core == computation:
-            return Weight.computed(computation, given)
-        spread = [axis for axis, size in enumerate(made.shape) if size != value.shape[axis]] if made.dim() else []
-        if made.dim() != value.dim() or any(made.shape[axis] != 1 for axis in spread):
+            return Weight.computed(computation, inputs)
+        expanded = (
+            [axis for axis, size in enumerate(unexpanded.shape) if size != value.shape[axis]]
+            if unexpanded.dim()
+            else []
+        )
+        if unexpanded.dim() != value.dim() or any(unexpanded.shape[axis] != 1 for axis in expanded):
             return None
-        if not spread:
-            return Weight.computed(computation, given)
-        if not set(spread) <= _batch_axes(site, values, place):
+        if not expanded:
+            return Weight.computed(computation, inputs)
+        if not set(expanded) <= _batch_axes(site, values, place):
             return None
-        # Of a batch of one sample it may be a view.
-        return self._weights.find(made) or Weight.computed(core, given)
+        # For a batch of one sample it may be a view.
+        return self._weights.find(unexpanded) or Weight.computed(core, inputs)
 
     def unfit(self, site: Site, values: Sequence[Any], weights: Sequence[Weight | None]) -> str | None:
-        """Return why the operands of a call cannot be rounded; None if they can."""
+        """Return why the operands of a call cannot be quantized; None if they can."""
         if any(map(is_transformed, values)):
             return ReasonCode.TRANSFORMED.text()
         tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
@@ -582,20 +586,20 @@ class CallOperands:
 
 
 def _batch_axes(site: Site, values: Sequence[Any], place: int) -> set[int]:
-    """Return the axes of an operand of a product that are a batch of products, and none of its matrix."""
+    """Return the batch axes of an operand of a MatMul."""
     if not site.source.equation:
         return set(range(values[place].dim() - _MATRIX))
-    found = labels(site.source.equation, [value.dim() for value in values])
-    shared = set(found.operands[1 - place]) & found.output
-    return {axis for axis, label in enumerate(found.operands[place]) if label in shared}
+    equation_labels = labels(site.source.equation, [value.dim() for value in values])
+    shared = set(equation_labels.operands[1 - place]) & equation_labels.output
+    return {axis for axis, label in enumerate(equation_labels.operands[place]) if label in shared}
 
 
 def _why_not_residual(tensors: Sequence[Tensor], origins: Sequence[Origin | None]) -> str | None:
     """Return why an add does not join two branches of the network; None if it does.
 
-    A residual add has two computed operands of the same shape. At least one comes from a weighted product, and not both
-    from the same one (a rotary embedding adds two halves of one projection). A product of two activations gives scores,
-    to which a position bias is added; an engine that fuses attention adds both in float.
+    A residual add has two computed operands of the same shape. At least one comes from a layer with weights, and not
+    both from the same layer (a rotary embedding adds two halves of one projection). A MatMul of two activations gives
+    attention scores, to which a position bias is added; engines that fuse attention add both in float.
     """
     first, second = origins
     if tensors[0].shape != tensors[1].shape:

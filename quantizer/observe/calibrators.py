@@ -1,4 +1,4 @@
-"""Calibrators: range estimators over a streaming histogram; one formula each.
+"""Calibrators: estimators of a range from a streaming histogram of magnitudes.
 
 Legend: w = 2**exponent the bin width; bin i counts the values with i * w <= |x| < (i + 1) * w; counts are 64-bit.
 
@@ -6,15 +6,8 @@ The width is a power of two and grows by doubling, which merges bins pairwise. S
 floor(|x| / 2w), the merged histogram equals one of the final width from the start: the result depends neither on the
 order of the data nor on its division into batches. Memory is bounded by the number of bins.
 
-The estimates of several calibrators, for comparison, all from the statistics of one.
-
-The calibrator ``max``: the range is the largest magnitude.
-
-The calibrator ``percentile``: the range of a given share of all values; the rest is clipped.
-
-The calibrator ``mse``: the range with the least mean squared rounding error.
-
-The calibrator ``entropy``: the range whose rounded histogram diverges least from the original.
+``max`` uses the largest magnitude, ``percentile`` covers a share of the values and clips the others, ``mse`` minimizes
+the mean squared quantization error, and ``entropy`` minimizes the divergence of the quantized histogram.
 """
 
 from __future__ import annotations
@@ -39,18 +32,18 @@ from quantizer.utils.registry import Registry, named_in_errors
 BINS = 2048
 
 _PIECE = 2**17
-"""The number of values counted at a time on a CPU: in its cache they take a third of the time of uncached memory."""
+"""The number of values counted at a time on a CPU: cached memory takes a third of the time of uncached memory."""
 
 _FINEST = -127
 """The exponent of the smallest width whose inverse is finite in float32."""
 
 
 class Histogram:
-    """Counts of |x| in ``BINS`` bins whose width depends on the largest value so far.
+    """Counts of |x| in ``BINS`` bins, whose width depends on the largest value so far.
 
     Attributes:
         counts: the counts, int64 [BINS].
-        exponent: log2 of the bin width; None until there is a value other than zero.
+        exponent: log2 of the bin width; None until a value other than zero is observed.
     """
 
     def __init__(self) -> None:
@@ -60,19 +53,18 @@ class Histogram:
 
     @classmethod
     def restored(cls, counts: Tensor, exponent: int | None, zeros: int) -> Histogram:
-        """Return a histogram with the ``counts`` int64 [BINS], ``exponent`` and ``zeros`` of another."""
-        made = cls()
-        made.counts, made.exponent, made._zeros = counts.clone(), exponent, zeros
-        return made
+        """Return a histogram with the given ``counts`` int64 [BINS], ``exponent`` and ``zeros``."""
+        histogram = cls()
+        histogram.counts, histogram.exponent, histogram._zeros = counts.clone(), exponent, zeros
+        return histogram
 
     @property
     def zeros(self) -> int:
-        """The number of values in batches of only zeros, which the bins do not count."""
+        """The number of values in batches of zeros only, which the bins do not count."""
         return self._zeros
 
     @property
     def total(self) -> int:
-        """The number of values."""
         return int(self.counts.sum()) + self._zeros
 
     def add(self, x: Tensor, amax: float) -> None:
@@ -92,7 +84,6 @@ class Histogram:
             self.counts = self.counts + torch.bincount(bins, minlength=BINS).cpu()
 
     def merge(self, other: Histogram) -> None:
-        """Add the counts of another histogram."""
         self._zeros += other._zeros
         if other.exponent is None:
             return
@@ -102,28 +93,28 @@ class Histogram:
         self.counts = self.counts + _coarsened(other.counts, self.exponent - other.exponent)
 
     def centres(self) -> Tensor:
-        """Return the middle of each bin, float64 [BINS]; zeros are in the first bin."""
+        """Return the center of each bin, float64 [BINS]; zeros are in the first bin."""
         width = 2.0 ** (self.exponent or 0)
         return (torch.arange(BINS, dtype=torch.float64) + 0.5) * width
 
     def quantile(self, share: float) -> float:
-        """Return the upper edge of the bin with the quantile: the value below which ``share`` of all values lie."""
+        """Return the upper edge of the bin below which ``share`` of all values lie."""
         if self.exponent is None:
             return 0.0
-        wanted = math.ceil(share * self.total) - self._zeros
+        rank = math.ceil(share * self.total) - self._zeros
         cumulative = torch.cumsum(self.counts, 0)
-        place = int(torch.searchsorted(cumulative, torch.tensor(max(wanted, 1), dtype=torch.int64)))
+        place = int(torch.searchsorted(cumulative, torch.tensor(max(rank, 1), dtype=torch.int64)))
         return float((min(place, BINS - 1) + 1) * 2.0**self.exponent)
 
     def share_above(self, amax: float) -> float:
-        """Return the share of all values in bins entirely above ``amax``."""
+        """Return the share of all values in bins entirely above ``amax``, 0 to 1."""
         if self.exponent is None:
             return 0.0
         first = math.ceil(amax * 2.0**-self.exponent)
         return int(self.counts[first:].sum()) / self.total
 
     def sqnr_db(self, scale: float, dtype: str) -> float:
-        """Return the SQNR in dB of all values quantized to the format ``dtype`` with ``scale``, by the bin centres."""
+        """Return the SQNR in dB of all values, quantized to ``dtype`` with ``scale``, from the bin centers."""
         if self.exponent is None:
             return math.inf
         centres = self.centres().float()
@@ -162,13 +153,13 @@ CALIBRATORS: Registry[type[Calibrator]] = choices.CALIBRATORS
 
 
 class Calibrator:
-    """Statistics of one operand's values, in bounded memory, and the range estimated from them.
+    """Statistics of one operand's values in bounded memory, and the range estimated from them.
 
-    The base class checks the data. It keeps the minimum and maximum, also for targets with zero points, and optionally
-    a histogram. A subclass adds one formula, ``estimate``.
+    The base class checks the data and keeps minimum, maximum and optionally a histogram. A subclass defines one
+    formula, ``estimate``.
 
     Args:
-        histogram: keep a histogram of |x|. Residual operands need one with every calibrator, to compute their SQNR.
+        histogram: keep a histogram of |x|. Operands of residual adds need one with every calibrator, for their SQNR.
     """
 
     def __init__(self, *, histogram: bool = False) -> None:
@@ -188,12 +179,12 @@ class Calibrator:
             return
         low, high = (float(bound) for bound in torch.aminmax(in_memory_order(x.detach())))
         if not (math.isfinite(low) and math.isfinite(high)):
-            what = "NaN" if math.isnan(low) or math.isnan(high) else "an infinite value"
-            raise CalibrationError(f"{what} in its values, shape {tuple(x.shape)}")
+            problem = "NaN" if math.isnan(low) or math.isnan(high) else "an infinite value"
+            raise CalibrationError(f"{problem} among the values, shape {tuple(x.shape)}")
         if math.isinf(float(torch.tensor(max(-low, high), dtype=torch.float32))):
             raise CalibrationError(
-                f"a value of {max(-low, high):.3g} in its values, shape {tuple(x.shape)}, beyond what float32 holds, "
-                "in which scales are kept"
+                f"the value {max(-low, high):.3g} among the values, shape {tuple(x.shape)}, exceeds float32, the type "
+                "of scales"
             )
         self.minimum = min(self.minimum, low)
         self.maximum = max(self.maximum, high)
@@ -202,7 +193,7 @@ class Calibrator:
             self.histogram.add(x, max(abs(low), abs(high)))
 
     def start_histogram(self, x: Tensor) -> None:
-        """Keep a histogram from now on, starting with x [*], the values observed last."""
+        """Start a histogram with x [*], the values observed last, if there is none yet."""
         if self.histogram is None and x.numel():
             self.histogram = Histogram()
             self.histogram.add(x, float(x.detach().abs().max()))
@@ -214,7 +205,7 @@ class Calibrator:
         return other
 
     def widen(self, low: float, high: float) -> None:
-        """Widen minimum and maximum by the bounds of values that are otherwise unknown and not counted."""
+        """Extend minimum and maximum to ``low`` and ``high``, bounds of values that are not counted."""
         self._estimated = None
         self.minimum = min(self.minimum, low)
         self.maximum = max(self.maximum, high)
@@ -236,24 +227,24 @@ class Calibrator:
     def seen_as(self, name: str, **options: Any) -> Calibrator:
         """Return a calibrator of the registered ``name`` with the statistics of this one.
 
-        The two share a histogram: observe no more data with either.
+        Both share a histogram: observe no more data with either.
 
         Raises:
             CalibrationError: ``name`` needs a histogram, and this calibrator has none.
         """
         other = make_calibrator(name, **options)
         if other.histogram is not None and self.histogram is None:
-            raise CalibrationError(f"calibrator {name!r} needs a histogram of the values, and none was kept")
+            raise CalibrationError(f"calibrator {name!r} needs a histogram of the values, but calibration kept none")
         other.minimum, other.maximum, other.count = self.minimum, self.maximum, self.count
         other.histogram = self.histogram
         return other
 
     def for_format(self, dtype: str) -> Calibrator:
-        """Return a calibrator with the same statistics for another format; itself if its estimate needs no format."""
+        """Return a calibrator with the same statistics for another format; itself if the format does not matter."""
         return self
 
     def amax(self) -> float:
-        """Return the magnitude that maps to the largest code of the format; cached until there is new data."""
+        """Return the magnitude that maps to the largest integer of the format, cached until new data arrive."""
         if self._estimated is None or self._estimated[0] != self.count:
             self._estimated = (self.count, self._checked_estimate())
         return self._estimated[1]
@@ -280,7 +271,7 @@ def make_calibrator(name: str, *, histogram: bool = False, **options: Any) -> Ca
 
 
 OF_FORMAT = frozenset({"mse", "entropy"})
-"""The calibrators that estimate rounding errors, and so need the ``dtype`` of the operand."""
+"""The calibrators that estimate quantization errors and therefore need the ``dtype`` of the operand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +283,7 @@ class Estimate:
 
     @property
     def label(self) -> str:
-        """The name and the values of the options, as a coverage shows them."""
+        """The name and the values of the options, as shown in the coverage."""
         return " ".join([self.name, *(f"{value:g}" for value in self.options.values())])
 
     def amax(self, calibrator: Calibrator, dtype: str) -> float:
@@ -313,11 +304,11 @@ CANDIDATES = (
     Estimate(name="mse"),
     Estimate(name="entropy"),
 )
-"""The estimates that are compared, the wider first."""
+"""The estimates that are compared, wider ones first."""
 
 
 def estimates(calibrator: Calibrator, dtype: QType) -> Iterator[tuple[str, float]]:
-    """Yield name and amax of each candidate; without ``entropy`` for float formats, whose codes are not equidistant.
+    """Yield the name and amax of each candidate; float formats omit ``entropy``, which needs uniform quantized values.
 
     Raises:
         CalibrationError: ``calibrator`` has no histogram.
@@ -338,10 +329,10 @@ class MaxCalibrator(Calibrator):
 
 @CALIBRATORS.add("percentile")
 class PercentileCalibrator(Calibrator):
-    """The magnitude below which ``percentile`` per cent of the values lie, rounded up to a bin edge.
+    """The magnitude below which ``percentile`` percent of the values lie, rounded up to a bin edge.
 
     Args:
-        percentile: in (0, 100]; 100 is the same as ``max``.
+        percentile: in (0, 100]; 100 equals ``max``.
         histogram: ignored, for the common signature; this calibrator always keeps a histogram.
     """
 
@@ -360,7 +351,7 @@ class PercentileCalibrator(Calibrator):
 
 @CALIBRATORS.add("mse")
 class MseCalibrator(Calibrator):
-    """The amax with the least sum over bins of count * (x - Q(x))**2, x the centre of a bin.
+    """The amax with the least sum over bins of count * (x - Q(x))**2, where x is the center of a bin.
 
     It balances the clipping of a few outliers against a finer scale for all other values. Candidates are the upper
     edges of all bins up to the largest value.
@@ -392,10 +383,10 @@ def squared_errors(counts: Tensor, levels: Tensor) -> Tensor:
     """Return the sum of squared errors for the range of the first 1, 2, .. bins, in squared bin widths: float64 [bins].
 
     Legend: counts [bins]; levels [L] the magnitudes of the format, ascending from 0. With a range of i bins, the level
-    l stands for the value l * i / max(levels), in bin widths.
+    l represents the value l * i / max(levels), in bin widths.
 
-    The bins nearest to a level are contiguous, so their error follows from prefix sums of count, count * x and
-    count * x**2: a range takes O(L) time, not O(bins).
+    The bins nearest to a level are contiguous, so their error follows from prefix sums of count, count * x and count *
+    x**2: a range takes O(L) time instead of O(bins).
     """
     bins = len(counts)
     counts, levels = counts.double(), levels.double()
@@ -405,28 +396,28 @@ def squared_errors(counts: Tensor, levels: Tensor) -> Tensor:
     # The first bin whose centre is at or above the border between two levels.
     starts = torch.ceil(borders[None, :] * scales[:, None] - 0.5).long().clamp(0, bins)
     starts = torch.nn.functional.pad(torch.nn.functional.pad(starts, (1, 0)), (0, 1), value=bins)
-    held, first, second = (
+    number, first, second = (
         torch.cat([values.new_zeros(1), values.cumsum(0)])[starts].diff(dim=1)
         for values in (counts, counts * centres, counts * centres**2)
     )
     values = levels[None, :] * scales[:, None]
-    return (second - 2 * values * first + values**2 * held).sum(1)
+    return (second - 2 * values * first + values**2 * number).sum(1)
 
 
 @CALIBRATORS.add("entropy")
 class EntropyCalibrator(Calibrator):
-    """The amax with the least Kullback-Leibler divergence between the clipped and the rounded histogram.
+    """The amax with the least Kullback-Leibler divergence between the clipped and the quantized histogram.
 
     Source: Migacz, "8-bit inference with TensorRT", GTC 2017. For a range of i bins, P is the first i bins of the
     histogram, with the counts of all other bins added to the last of them. Q is the same bins without these counts,
-    rounded to the levels of the format and spread over the bins that are not empty. The estimate is the range with the
-    least KL(P || Q), of all ranges with at least as many bins as there are levels. As in NVIDIA's toolkits, the first
-    bin, which contains the zeros, gets the count of the second, and of equal divergences the largest range wins.
+    quantized to the levels of the format and spread over the non-empty bins. The estimate is the range with the least
+    KL(P || Q), of all ranges with at least as many bins as there are levels. As in NVIDIA's toolkits, the first bin,
+    which contains the zeros, gets the count of the second, and the largest of equally good ranges wins.
 
-    A range that clips values and ends in an empty bin has an infinite divergence. The range that ends at the last bin
-    before it that is not empty clips the same values, so that usually no candidate is lost. But if a lone outlier
-    leaves all other values in fewer bins than there are levels (less than an eighth of the bins), only the whole range
-    would remain. Hence that one shorter range is a candidate too; each of its bins has its own level.
+    A range that clips values and ends in an empty bin has an infinite divergence. The range that ends at the last
+    non-empty bin before it clips the same values, so usually no candidate is lost. If a lone outlier leaves all other
+    values in fewer bins than there are levels (less than an eighth of the bins), only the full range would remain.
+    Therefore that shorter range is also a candidate; each of its bins has its own level.
 
     Args:
         dtype: the integer format of the operand.
@@ -440,7 +431,9 @@ class EntropyCalibrator(Calibrator):
         super().__init__(histogram=True)
         kind = qtype(dtype)
         if kind.is_float:
-            raise ValueError(f"entropy counts equal steps, and those of {dtype} are not; expected an integer format")
+            raise ValueError(
+                f"calibrator entropy needs uniform quantized values, which {dtype} lacks; expected an integer format"
+            )
         self.dtype = dtype
         self.levels = kind.qmax + 1
 
@@ -458,13 +451,13 @@ class EntropyCalibrator(Calibrator):
         counts = histogram.counts[:used].clone()
         counts[0] = counts[1]
         ends = ranges(counts, self.levels)
-        found = divergences(counts, self.levels, ends)
-        last_least = len(found) - 1 - int(found.flip(0).argmin())
+        candidates = divergences(counts, self.levels, ends)
+        last_least = len(candidates) - 1 - int(candidates.flip(0).argmin())
         return min(int(ends[last_least]) * 2.0**histogram.exponent, self.largest)
 
 
 def ranges(counts: Tensor, levels: int) -> Tensor:
-    """Return the candidate ranges in bins, ascending: the first ends at the last value in ``levels`` bins, if any.
+    """Return the candidate ranges in bins, ascending; the first ends at the last value within ``levels`` bins, if any.
 
     There must be more counts than levels.
     """
@@ -480,26 +473,26 @@ def divergences(counts: Tensor, levels: int, ends: Tensor) -> Tensor:
 
     Legend: c_k the counts. For a range of i bins, P is c_0 .. c_{i-1} with all other counts added to the last. The bins
     k with floor(k * levels / i) = g share the level g; with fewer bins than levels each bin has its own. Q is the mean
-    count of the level's bins that are not empty, in each of these bins.
+    count of the non-empty bins of a level, in each of these bins.
 
-    All sums over the bins of a level are differences of prefix sums, so a range takes O(levels) time, not O(i).
+    All sums over the bins of a level are differences of prefix sums, so a range takes O(levels) time instead of O(i).
     """
     counts = counts.double()
-    taken = ends.clamp(max=levels)[:, None]
+    used = ends.clamp(max=levels)[:, None]
     # The first bin of each level: the least k with k * levels >= g * i. A level that is not used has no bins.
-    starts = (torch.arange(levels + 1)[None, :].minimum(taken) * ends[:, None] + taken - 1) // taken
-    held = _differences(counts, starts)
-    means = held / _differences((counts > 0).double(), starts).clamp(min=1)
+    starts = (torch.arange(levels + 1)[None, :].minimum(used) * ends[:, None] + used - 1) // used
+    counts_of_level = _differences(counts, starts)
+    means = counts_of_level / _differences((counts > 0).double(), starts).clamp(min=1)
     total = counts.sum()
-    inside = held.sum(1)
+    inside = counts_of_level.sum(1)
     beyond = total - inside
     last = counts[ends - 1]
     # sum_k p_k log p_k; the last bin includes the clipped counts.
     entropy = _prefix(_x_log_x(counts))[ends] - _x_log_x(last) + _x_log_x(last + beyond)
     # sum_k p_k log q_k: all bins of a level have one q.
-    cross = torch.special.xlogy(held, means).sum(1)
+    cross = torch.special.xlogy(counts_of_level, means).sum(1)
     # The clipped counts are in the last bin of P. If its own count is 0, Q is 0 there, and the divergence infinite.
-    mean_of_last = means.gather(1, taken - 1).squeeze(1)
+    mean_of_last = means.gather(1, used - 1).squeeze(1)
     level_of_last = torch.where(last > 0, mean_of_last, torch.zeros_like(last))
     cross = cross + torch.where(beyond > 0, beyond * level_of_last.log(), torch.zeros_like(beyond))
     # Normalization: P sums to the total, Q to the counts inside the range.
@@ -508,7 +501,7 @@ def divergences(counts: Tensor, levels: int, ends: Tensor) -> Tensor:
 
 
 def _prefix(values: Tensor) -> Tensor:
-    """Return sums of the first 0, 1, .. values."""
+    """Return the sums of the first 0, 1, .. values."""
     return torch.cat([values.new_zeros(1), values.cumsum(0)])
 
 
@@ -519,5 +512,5 @@ def _differences(values: Tensor, starts: Tensor) -> Tensor:
 
 
 def _x_log_x(values: Tensor) -> Tensor:
-    product: Tensor = torch.special.xlogy(values, values)
-    return product
+    result: Tensor = torch.special.xlogy(values, values)
+    return result

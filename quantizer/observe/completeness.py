@@ -1,19 +1,12 @@
-"""Every product that torch computes in a pass, counted, and why those outside of sites are no sites.
+"""Count every matrix multiplication and convolution of a pass, and explain those outside of sites.
 
-The compiled code of a running function records which characters of its text are being executed, so the text of a call
-can be read back, in rewritten files and in others.
+A dispatch mode counts the operations that torch executes, with their multiply-adds, independently of the rewriter.
+Operations outside of sites get one reason of a closed list. Operations that a library computes in its own kernels
+(Triton, for example) are not counted.
 
-The object that a running call calls, and how the text of the call refers to it.
-
-The lookup runs no code of the model: attributes are read from where objects store them, never through properties.
-
-Independently of the rewriter, a dispatch mode counts the matrix products and convolutions that torch executes, with
-their multiply-adds. A product is *covered* if it runs inside a site that the plan quantizes. Every other product gets
-one reason of a closed list.
-
-Products that a library computes in its own operators (a Triton kernel, for example) are not counted.
-
-Followers of a pass, which are called for every module that runs in their own thread.
+The compiled code of a running function records which characters of its source are executing, so the text of a call can
+be read back. The lookup of the called object runs no code of the model: attributes are read from where objects store
+them, never through properties. A follower is notified of every module that runs in its own thread.
 """
 
 from __future__ import annotations
@@ -46,7 +39,7 @@ from quantizer.rewrite.operations import METHODS, OPERATORS, Operation, operatio
 from quantizer.rewrite.torch_products import FUSED_KERNELS, PRODUCTS, RECURRENT_KERNELS
 from quantizer.utils.plain_values import decoded
 
-# Between a function's text and the dispatch mode, these only pass a call on.
+# Modules between a function's source and the dispatch mode that only forward a call.
 _HANDS_ON = (
     "torch._dynamo",
     "torch._ops",
@@ -71,9 +64,9 @@ class Caller:
         called: the text of the called function or operator: ``torch.ops.aten.mm``, ``@``; empty if there is no text.
         operation: the catalogue's entry for the call, if there is one.
         known: whether the called object could be determined.
-        instead: the form of the call in the text if it is not the operation's own name, so that the finder cannot
-            recognize it; None: it is the name.
-        readable: whether the function's text exists and is that of the running code.
+        instead: the form of the call in the source if it does not use the operation's own name (None: it does), so that
+            the finder cannot recognize it.
+        readable: whether the function's source exists and matches the running code.
         rewritten: whether the function was rewritten.
     """
 
@@ -93,35 +86,35 @@ class Caller:
 
 
 def innermost_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """Return the first frame, outwards, that is no wrapper: wrappers have the same text for all calls."""
+    """Return the first frame, outwards, that is not a wrapper; all calls of a wrapper have the same text."""
     while frame is not None and _module(frame).startswith(_HANDS_ON):
         frame = frame.f_back
     return frame
 
 
 def callers(frame: types.FrameType | None) -> Iterator[Caller]:
-    """Yield the running functions, innermost first, up to the ``forward`` of the module that is running."""
+    """Yield the running functions, innermost first, up to the ``forward`` of the running module."""
     files = {file.rewritten_name: file for file in REWRITER.files()}
     originals = {file.path: file for file in files.values()}
     while (frame := innermost_frame(frame)) is not None:
         code = frame.f_code
         if _module(frame) == _RUNS_A_MODULE[1] and isinstance(frame.f_locals.get("self"), Place):
-            # It stands for a call in the text of the module around it.
+            # It represents a call in the source of the surrounding module.
             frame = frame.f_back
             continue
         if (code.co_name, _module(frame)) == _RUNS_A_MODULE:
             return
         rewritten = code.co_filename in files
         known = originals.get(code.co_filename)
-        text, what = _called(frame)
+        text, called_object = _called(frame)
         yield Caller(
             file=files[code.co_filename].path if rewritten else code.co_filename,
             line=frame.f_lineno,
             function=code.co_name,
             called=text,
-            operation=what.operation,
-            known=what.known,
-            instead=what.instead,
+            operation=called_object.operation,
+            known=called_object.known,
+            instead=called_object.instead,
             readable=bool(linecache.getlines(code.co_filename, frame.f_globals))
             and (known is None or known.holds_code(code)),
             rewritten=rewritten,
@@ -145,7 +138,7 @@ def _called(frame: types.FrameType) -> tuple[str, Called]:
 
 
 def _running(frame: types.FrameType) -> ast.AST | None:
-    """Return the expression or statement that a function is executing; None if its text is missing or unusable."""
+    """Return the expression or statement that a function is executing; None if its source is missing or unusable."""
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     first, last, start, end = positions
     if first is None or last is None or start is None or end is None:
@@ -159,10 +152,10 @@ def _running(frame: types.FrameType) -> ast.AST | None:
     text = b"".join(raw).decode(errors="replace")
     for attempt in (f"({text}\n)", text):
         try:
-            found = ast.parse(attempt).body[0]
+            node = ast.parse(attempt).body[0]
         except SyntaxError:
             continue
-        return found.value if isinstance(found, ast.Expr) else found
+        return node.value if isinstance(node, ast.Expr) else node
     return None
 
 
@@ -176,8 +169,8 @@ class Called:
     Attributes:
         operation: the catalogue's entry for the object, if there is one.
         known: whether the object could be determined.
-        instead: the form of the call in the text if it is not the operation's own name, so that the finder cannot
-            recognize it; None: it is the name.
+        instead: the form of the call in the source if it does not use the operation's own name (None: it does), so that
+            the finder cannot recognize it.
     """
 
     operation: Operation | None
@@ -186,10 +179,10 @@ class Called:
 
 
 def called(node: ast.expr, frame: types.FrameType) -> Called:
-    """Return the object that the function expression of a call means in a running frame."""
+    """Return the object that the function expression of a call refers to in a running frame."""
     if isinstance(node, ast.Attribute) and node.attr in METHODS:
         base = _resolve(node.value, frame)
-        # Take a base without a name, such as the result of a call, for a tensor.
+        # Assume that an unnamed base, such as the result of a call, is a tensor.
         if base is _UNKNOWN or isinstance(base, Tensor):
             return Called(operation=METHODS[node.attr])
     value, plain = _resolve(node, frame), isinstance(node, ast.Name | ast.Attribute)
@@ -209,12 +202,12 @@ def called(node: ast.expr, frame: types.FrameType) -> Called:
 
 
 def _is_known(value: Any) -> bool:
-    """Return whether a value certainly is no operation of the catalogue: Python's builtins may call one."""
+    """Return whether a value is certainly not an operation; Python's builtins may call one."""
     return value is not _UNKNOWN and getattr(value, "__module__", None) != "builtins"
 
 
 def _is_spelled_out(node: ast.expr, frame: types.FrameType) -> bool:
-    """Return whether a dotted name consists of modules and tensor classes only, as the finder can follow it."""
+    """Return whether a dotted name consists of modules and tensor classes only, so that the finder can follow it."""
     while isinstance(node, ast.Attribute):
         node = node.value
         base = _resolve(node, frame)
@@ -224,7 +217,7 @@ def _is_spelled_out(node: ast.expr, frame: types.FrameType) -> bool:
 
 
 def _resolve(node: ast.expr, frame: types.FrameType) -> Any:
-    """Return the object that an expression means in a frame; ``_UNKNOWN`` if the expression is not simple."""
+    """Return the object that an expression refers to in a frame; ``_UNKNOWN`` if the expression is not simple."""
     if isinstance(node, ast.Name):
         for names in (frame.f_locals, frame.f_globals, vars(builtins)):
             if node.id in names:
@@ -251,12 +244,12 @@ def _attribute(base: Any, name: str) -> Any:
     if base is _UNKNOWN:
         return _UNKNOWN
     if isinstance(base, types.ModuleType):
-        # Read the module's dictionary, since getattr on a lazy module would import half a library.
+        # Read the module's dictionary, because getattr on a lazy module would import half a library.
         return base.__dict__.get(name, _UNKNOWN)
     if isinstance(base, nn.Module) and name in base._modules:
         return base._modules[name]
-    found = inspect.getattr_static(base, name, _UNKNOWN)
-    return found.__func__ if isinstance(found, staticmethod) else found
+    value = inspect.getattr_static(base, name, _UNKNOWN)
+    return value.__func__ if isinstance(value, staticmethod) else value
 
 
 def _item(base: Any, key: Any) -> Any:
@@ -268,48 +261,48 @@ def _item(base: Any, key: Any) -> Any:
 
 
 class Reason(Enum):
-    """The reasons why a product is not in low precision; there is no other."""
+    """The closed list of reasons why an operation is not in low precision."""
 
     EXCLUDED = "excluded by rule"
-    """An ``include`` or ``exclude`` of the configuration excludes its site."""
+    """``include`` or ``exclude`` of the configuration excludes its site."""
     SWITCHED_OFF = "this kind of site is switched off"
     """A switch in ``sites:`` of the configuration turns off its kind of site."""
     FALLBACK = "kept in float by fallback"
     """The plan quantized it, and its group fell back to float."""
-    TARGET = "too small for the target, or the target gains nothing"
-    """The target's profile keeps it in float: K or N is too small, or its kind runs no faster in low precision."""
-    UNFIT = "an operand that cannot be held in low precision"
+    TARGET = "too small, or not faster in low precision on the target"
+    """The target's profile keeps it in float: K or N is too small, or its kind is not faster in low precision."""
+    UNFIT = "an operand cannot be represented in low precision"
     """Its site ran, but for example an operand is a weight that no module registered, or differs between calls."""
-    PARAMETERS = "computed from parameters alone"
-    """An operand, or the whole product, is computed from parameters and from no input of the model."""
-    NOT_FLOAT = "not a product of floats"
+    PARAMETERS = "computed from parameters only"
+    """An operand, or the result, is computed from parameters and not from an input of the model."""
+    NOT_FLOAT = "operands are not floating-point"
     """Its operands are integers, booleans or complex numbers."""
-    RECURRENCE = "compiled recurrence"
+    RECURRENCE = "inside a compiled recurrent layer"
     """It runs inside torch's LSTM, GRU or RNN, whose steps are not Python code."""
-    FUSED = "fused kernel of torch"
-    """A fast path computed it with others in one call, as ``nn.TransformerEncoderLayer`` does in eval mode."""
-    UNREADABLE = "source that cannot be read"
-    """The function that calls it has no source, or its source is not that of the loaded code."""
-    NOT_REWRITABLE = "source that cannot be rewritten"
+    FUSED = "inside a fused kernel of torch"
+    """A fast path fused it with other operations, as ``nn.TransformerEncoderLayer`` does in eval mode."""
+    UNREADABLE = "the source cannot be read"
+    """The function that calls it has no source, or the source does not match the loaded code."""
+    NOT_REWRITABLE = "the source cannot be rewritten"
     """The call cannot be wrapped (an f-string, ``out=``), or its function cannot be replaced."""
     OUTSIDE = "called outside of any module of the model"
-    """A module that is no child of the model ran it: one kept in a plain list, or made during the pass."""
+    """A module that is not a child of the model ran it, for example from a plain list or created in the pass."""
     NOT_IN_CATALOGUE = "the operation is not in the catalogue"
-    """The source calls it through a function that is not in the catalogue of products."""
+    """The source calls it through a function that is not in the catalogue of operations."""
     NOT_REACHED = "called in a function that could not be reached"
     """The call could be rewritten, but its function was not reached from ``forward``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedProduct:
-    """The products of one operation in one place.
+    """The matrix multiplications or convolutions of one operation in one place.
 
     Attributes:
         path: the innermost module of the model that was running; empty for the root.
         site: the site that was running; None if none was.
         operation: torch's name of the operation.
         multiply_adds: the multiply-adds of all calls.
-        reason: why they cannot be covered, whatever the plan of their site; None if the plan decides.
+        reason: why they cannot be quantized, whatever the plan of their site; None if the plan decides.
         detail: the evidence for the reason.
     """
 
@@ -321,22 +314,22 @@ class CountedProduct:
     detail: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """Return the product as plain values, to be saved."""
+        """Return plain values to save."""
         return {**asdict(self), "reason": self.reason.value if self.reason else None}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any], place: str = "product") -> CountedProduct:
-        """Return the product from the values of ``plain()``."""
+        """Return the object from the values of ``plain()``."""
         product: CountedProduct = decoded(cls, values, place)
         if product.multiply_adds < 0:
             raise ValueError(f"{place}.multiply_adds: expected 0 or more, got {product.multiply_adds}")
         if product.site is None and product.reason is None:
-            raise ValueError(f"{place}.reason: is null for a product of no site")
+            raise ValueError(f"{place}.reason: is null for an operation outside of sites")
         return product
 
 
 class Explanations:
-    """The reasons why products are outside of sites, the same in all passes of a model.
+    """The reasons why operations are outside of sites, equal in all passes of a model.
 
     Attributes:
         paths: the paths of the model's modules, by id.
@@ -345,14 +338,13 @@ class Explanations:
     def __init__(self, skipped: Iterable[UnrewrittenSource] = ()) -> None:
         """
         Args:
-            skipped: calls and functions that the rewriter left as they are.
-        """
+            skipped: calls and functions that the rewriter did not rewrite."""
         self.paths: dict[int, str] = {}
         self._skipped = tuple(skipped)
         self._known: dict[Any, tuple[Reason, str]] = {}
 
     def look_at(self, model: nn.Module) -> None:
-        """Record the paths of the model's modules; it must be the same model each time."""
+        """Record the paths of the model's modules; pass the same model each time."""
         if not self.paths:
             self.paths = {id(module): path for path, module in model.named_modules()}
 
@@ -376,23 +368,23 @@ class Explanations:
                 continue
             if caller.instead is not None:
                 return Reason.NOT_REWRITABLE, f"{caller} is {caller.instead} {caller.operation.name}"
-            left = [skipped for skipped in self._skipped if _is_call_of(skipped, caller)]
-            if left:
-                nearest = min(left, key=lambda s: abs(s.source.line - caller.line))  # type: ignore[union-attr]
+            matching = [skipped for skipped in self._skipped if _is_call_of(skipped, caller)]
+            if matching:
+                nearest = min(matching, key=lambda s: abs(s.source.line - caller.line))  # type: ignore[union-attr]
                 return Reason.NOT_REWRITABLE, f"{caller}: {nearest.reason}"
             if caller.rewritten:
-                return Reason.NOT_REWRITABLE, f"{caller}: not spelled as {caller.operation.name} is"
+                return Reason.NOT_REWRITABLE, f"{caller}: not called by the name {caller.operation.name}"
             problem = next((s.reason for s in self._skipped if s.source is None and s.path == path), None)
             if problem is not None:
                 return Reason.NOT_REWRITABLE, f"{caller}: {problem}"
             return Reason.NOT_REACHED, str(caller)
         if running and not running[0].known:
-            return Reason.NOT_REWRITABLE, f"{running[0]}: what that calls is known only when it runs"
+            return Reason.NOT_REWRITABLE, f"{running[0]}: the called function is known only at run time"
         return Reason.NOT_IN_CATALOGUE, str(running[0]) if running else ""
 
 
 class ProductCounter:
-    """The counter of the products of one pass, called by a dispatch mode for every product."""
+    """Counts the matrix multiplications and convolutions of one pass; a dispatch mode reports each."""
 
     def __init__(self, explanations: Explanations) -> None:
         self._counted: dict[tuple[str, str | None, str, Reason | None, str], int] = {}
@@ -416,7 +408,7 @@ class ProductCounter:
         self._running = []
 
     def frames(self) -> tuple[tuple[str, int], ...]:
-        """Return the running modules of the model, outermost first: the path and the number of the call of each."""
+        """Return the running modules of the model, outermost first: the path and the index of the call of each."""
         if self._frames is None:
             running = zip(self._running, self._calls, strict=True)
             self._frames = tuple(
@@ -484,7 +476,7 @@ class ProductCounter:
         if name in FUSED_KERNELS:
             return Reason.FUSED, type(innermost).__name__
         if id(innermost) not in self._paths:
-            return Reason.OUTSIDE, f"by a {type(innermost).__name__} that is no child of the model"
+            return Reason.OUTSIDE, f"by a {type(innermost).__name__} that is not a child of the model"
         if isinstance(innermost, torch.jit.ScriptModule):
             return Reason.UNREADABLE, f"{innermost.original_name}, compiled by TorchScript"
         if of_parameters:
@@ -530,9 +522,9 @@ _FOLLOWING: list[Follower] = []
 
 
 def follow(follower: Follower) -> None:
-    """Call a follower for every module that this thread runs from now on, until ``leave``."""
-    # Hooks on the modules would turn off the fast paths of torch, so they are torch's global hooks. There are only two
-    # in the process: torch calls them in every thread, and does not expect them to change meanwhile.
+    """Notify a follower of every module that this thread runs, until ``leave``."""
+    # Hooks on the modules would disable the fast paths of torch, so these are torch's global hooks. There are only two
+    # per process: torch calls them in every thread and does not expect them to change meanwhile.
     with _LOCK:
         _FOLLOWING.append(follower)
         if not _HANDLES:
@@ -543,7 +535,7 @@ def follow(follower: Follower) -> None:
 
 
 def leave(follower: Follower) -> None:
-    """Undo ``follow``, in the same thread; do nothing if it was not called."""
+    """Undo ``follow`` in the same thread; do nothing if it was not called."""
     if follower in _THREADS.followers:
         _THREADS.followers.remove(follower)
     with _LOCK:

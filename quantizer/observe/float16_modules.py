@@ -26,10 +26,10 @@ class Float32Modules:
     """The modules that had values beyond float16 in calibration.
 
     Attributes:
-        wide: the largest magnitude in each module that computes with such values or passes them on, by path.
+        wide: the largest magnitude in each module that computes or passes on such values, by path.
         computing: paths of modules that compute with floats themselves; all others only pass values on, of any type.
-        masked: paths of modules that read masks with numbers below the range of float16.
-        wide_inputs: an input of the model has values beyond float16.
+        masked: paths of modules that read masks with values below the range of float16.
+        wide_inputs: whether an input of the model has values beyond float16.
     """
 
     wide: Mapping[str, float] = field(default_factory=dict)
@@ -60,23 +60,25 @@ class Float32Modules:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any] | None) -> Float32Modules:
-        """Return the object whose ``plain()`` this is; an empty one for None, as in files older than this class."""
+        """Return the object from the values of ``plain()``; an empty one for None."""
         if values is None:
             return cls()
         try:
-            made: Float32Modules = decoded(cls, values, "regions")
+            modules: Float32Modules = decoded(cls, values, "regions")
             missing = sorted(set(cls().plain()) - set(values))
             if missing:
                 raise ValueError(f"regions: missing field {missing[0]!r}")
         except ValueError as error:
-            raise QuantizerError(f"the modules beyond float16 cannot be read, they are damaged: {error}") from error
-        return made
+            raise QuantizerError(
+                f"the record of modules beyond float16 is damaged: {error}; calibrate and save again"
+            ) from error
+        return modules
 
     def text(self) -> str:
         """Return one line with the number of modules that stay float32, and the reason."""
         path, largest = max(self.wide.items(), key=lambda entry: entry[1])
         return (
-            f"{len(self.wide)} modules stay float32: their values are beyond float16, the largest {largest:.3g} in "
+            f"{len(self.wide)} modules stay float32: their values exceed float16, the largest is {largest:.3g} in "
             f"{path or 'the model itself'}"
         )
 
@@ -90,9 +92,9 @@ class Float32Modules:
 
 
 def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn.Module:
-    """Convert the floats of a model to ``dtype``, in place, and return it.
+    """Convert the floats of a model to ``dtype`` in place, and return it.
 
-    Wide modules stay float32, with casts at their borders. Stored FP8 codes stay as they are.
+    Wide modules stay float32, with casts at their inputs and outputs. Stored FP8 values do not change.
     """
     if not regions.applies_to(dtype):
         return _converted(model, dtype, recurse=True)
@@ -101,7 +103,7 @@ def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Float32Modules
     if unknown:
         raise ProxyError(
             f"the calibration belongs to another model, which has a module {unknown[0]!r}; calibrate this model with a "
-            "Quantizer of its own"
+            "new Quantizer"
         )
     types: dict[str, torch.dtype] = {}
     # Parents come before their children; a module that does not compute has the type of its parent.
@@ -125,18 +127,18 @@ def _converted(module: nn.Module, dtype: torch.dtype, *, recurse: bool) -> nn.Mo
     converted: nn.Module = module._apply(partial(_cast, dtype), recurse=recurse)  # type: ignore[no-untyped-call]
     for part in module.modules() if recurse else [module]:
         if isinstance(part, OperandQuantizer):
-            # In a file of half floats scales are half too; calibration chose scales that half can represent.
+            # Half models have half scales; calibration chose scales that half can represent.
             part.cast_scale(dtype)
     return converted
 
 
 def _cast(dtype: torch.dtype, value: Tensor) -> Tensor:
-    # ``Module.to`` would convert stored FP8 codes as well.
+    # ``Module.to`` would also convert stored FP8 values.
     return value.to(dtype) if value.is_floating_point() and value.dtype not in _STORAGE else value
 
 
 def _of_site(module: nn.Module, path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether a module is a site or a child of one, which has the type of the module around the site."""
+    """Return whether a module is a site or a child of one; it has the type of the module around the site."""
     return isinstance(module, SourceCall) or isinstance(modules.get(path.rpartition(".")[0]), SourceCall)
 
 
@@ -188,7 +190,7 @@ class _Border:
 
 
 def _at_border(dtype: torch.dtype, masked: bool, value: Any) -> Any:
-    """Return a value with the floats of its pytree in ``dtype``; the value itself if they are already."""
+    """Return a value with the floats of its pytree in ``dtype``; the same object if nothing changes."""
     floats = (torch.float16, torch.float32)
 
     def foreign(leaf: Any) -> bool:

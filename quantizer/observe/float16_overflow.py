@@ -1,32 +1,19 @@
-"""Values that float16 cannot hold, and how large what an operation makes can be.
+"""Find values beyond float16, and let masks and constants follow the type of a half-precision model.
 
-``mask.float()``, ``torch.arange(n).float()``, ``torch.zeros(n)`` and linspace are in float32 because the model was, and
-not for their range. Where one of them meets a tensor of the converted model, torch computes in the wider type, and all
-that follows does too; a product or a normalization refuses the two. So it is cast to the type of the model there.
+``MadeFloats``: constants such as ``mask.float()`` or ``torch.arange(n).float()`` are float32 because the model was. If
+one meets a half tensor, torch would compute in float32 from there on. So it is cast to the type of the model. A tensor
+is *made* if it depends on no parameter and no floating input of the model; made tensors compute in their own types
+among each other. Tensors that the forward casts on purpose (``x.float()`` in a normalization) keep their type.
 
-- A tensor is *made* if it depends on no parameter and no floating input of the model: constants, buffers, masks. Made
-  tensors compute in their own types among each other: positions times frequencies stay in float32.
-- A tensor of the model that the forward casts on purpose (``x.float()`` in a normalization) keeps its type. An
-  operation that takes one type alone computes in that of the model.
+``MaskTaint``: in an exported file the constant of a mask is ``FLOAT16_MASK``, see ``ClampMasks``. In a pass, a low
+constant keeps its value, is tracked, and is raised only when a softmax reads it. Other low numbers keep their values.
 
-Tracking of the low numbers of masks through a pass, so that a softmax reads the same masks as in the exported file.
+``OverflowTracker``: the bound of a result follows from the bounds of the operands, without reading any tensor. If it
+exceeds float16, the operands (if smaller) or the result are measured, and their bounds are exact. So the record of wide
+modules is complete and correct. Values such as -3.4e38 or -inf belong to masks and do not count.
 
-There the constant of a mask is ``FLOAT16_MASK``, see ``ClampMasks``. During a pass it is unknown if a low constant
-will reach a softmax: it keeps its value, is tracked through the operations that pass it on, and is raised only when a
-softmax reads it. Low numbers that reach no softmax, such as factors, bounds or infinite results, keep their values, as
-in the file.
-
-Legend: |x| the largest magnitude in x; K the contracted length of a product. A product of x [.., K] and w [K, N] is at
-most sqrt(K) |x| times the largest norm of a column of w (Cauchy-Schwarz).
-
-Bounds of the values of a pass, and the modules that compute with values beyond float16.
-
-The bound of a result follows from the bounds of the operands, without reading any tensor. If this bound is beyond
-float16, the operands (if smaller) or the result are measured, and their bounds are exact. So no value beyond float16 is
-missed, and none is reported wrongly.
-
-Masks contain numbers such as -3.4e38 or -inf, which are not values: a tensor with them is marked as a mask, and its
-bound is that of its other values.
+Legend: |x| the largest magnitude in x; K the contracted length of a matrix multiplication. A multiplication of x [..,
+K] and w [K, N] is at most sqrt(K) |x| times the largest norm of a column of w (Cauchy-Schwarz).
 """
 
 from __future__ import annotations
@@ -64,16 +51,16 @@ _ONE_TYPE = frozenset(
     for name in names.split()
     if (function := getattr(place, name, None)) is not None
 )
-"""Operations that compute in one type; while a graph is traced, some of them take several without a word."""
+"""Operations that compute in one type; during tracing some of them silently accept several."""
 
 
 _OF_SITES = frozenset({"multi_head_attention_forward"})
-"""Functions of torch in Python that have sites in a proxy: within them this mode is off, and a call that failed
-half-way cannot be traced again."""
+"""Python functions of torch that have sites in a proxy: this mode is off inside them, and a failed call cannot be
+traced again."""
 
 
 class MadeFloats(TorchFunctionMode):
-    """A mode in which the tensors that a forward makes follow the type of the model."""
+    """A mode in which the tensors that a forward creates follow the type of the model."""
 
     def __init__(self, dtype: torch.dtype, masked: bool, made: Iterable[Tensor]) -> None:
         super().__init__()
@@ -96,16 +83,16 @@ class MadeFloats(TorchFunctionMode):
         if len({tensor.dtype for tensor in floats}) == 1 or _is_ours(func):
             return func(*args, **kwargs)
         if _writes(func, kwargs):
-            return _tried(func, args, kwargs, floats[0].dtype)
-        # A number in a tensor does not change the type of what it is computed with.
+            return _with_one_type_on_error(func, args, kwargs, floats[0].dtype)
+        # A scalar tensor does not change the type of the other operand.
         if any(tensor.dtype == self._dtype and tensor.dim() and tensor not in self._made for tensor in floats):
             args, kwargs = _pytree.tree_map_only(Tensor, self._as_model, (args, kwargs))
         if func in _ONE_TYPE or getattr(func, "__name__", "") in _OF_SITES:
             args, kwargs = _in_type((args, kwargs), self._dtype)
-        return _tried(func, args, kwargs, self._dtype)
+        return _with_one_type_on_error(func, args, kwargs, self._dtype)
 
     def _as_model(self, value: Tensor) -> Tensor:
-        """Return a made tensor in the type of the model; any other one as it is."""
+        """Return a made tensor in the type of the model; other tensors are unchanged."""
         if not (value.dim() and value.is_floating_point() and value in self._made) or value.dtype == self._dtype:
             return value
         value = torch.where(value < -FLOAT16_MAX, FLOAT16_MASK, value) if self._masked else value
@@ -118,7 +105,7 @@ def with_one_type(model: nn.Module, dtype: torch.dtype, masked: bool) -> None:
 
     @functools.wraps(forward)
     def run(*args: Any, **keywords: Any) -> Any:
-        # While a graph is traced, the buffers are others than those that the model has.
+        # During tracing the buffers are not the original ones.
         with MadeFloats(dtype, masked, (buffer for buffer in model.buffers() if buffer.is_floating_point())):
             return forward(*args, **keywords)
 
@@ -135,12 +122,12 @@ def _in_type(values: Any, dtype: torch.dtype) -> Any:
 
 
 def _is_ours(func: Any) -> bool:
-    """Return whether a function is an operator of ``quantizer::``, whose scales have types of their own."""
+    """Return whether a function is an operator of ``quantizer::``, whose scales have their own types."""
     return str(getattr(func, "_qualified_op_name", getattr(func, "namespace", ""))).startswith("quantizer")
 
 
 def _writes(func: Any, keywords: Any) -> bool:
-    """Return whether a function writes into its first argument, or into one that is given as its output."""
+    """Return whether a function writes into its first argument or into ``out``."""
     name = str(getattr(func, "__name__", ""))
     if name.startswith("__"):
         return name == "__setitem__" or name in _IN_PLACE
@@ -150,8 +137,8 @@ def _writes(func: Any, keywords: Any) -> bool:
 _IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "matmul", "floordiv", "mod"))
 
 
-def _tried(func: Any, args: Any, keywords: Any, dtype: torch.dtype) -> Any:
-    """Return the result of a function, in one type where it refuses several."""
+def _with_one_type_on_error(func: Any, args: Any, keywords: Any, dtype: torch.dtype) -> Any:
+    """Return the result of a function; if it rejects mixed types, with all floats in ``dtype``."""
     try:
         return func(*args, **keywords)
     except RuntimeError:
@@ -182,13 +169,13 @@ _SOFTMAX = frozenset({"_softmax", "_safe_softmax", "softmax"})
 
 
 class MaskTaint:
-    """The tensors of one pass that contain low numbers, each with a flag if these mask other values."""
+    """The tensors of one pass that contain low numbers, each with a flag whether they mask other values."""
 
     def __init__(self) -> None:
-        self._held: Any = WeakIdKeyDictionary()
+        self._flags: Any = WeakIdKeyDictionary()
 
     def read(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments for an operation; for softmax and fused attention masks are raised to FLOAT16_MASK."""
+        """Return the arguments of an operation, with masks raised to FLOAT16_MASK for softmax and fused attention."""
         name = _name(func)
         if not (name in _SOFTMAX or "attention" in name) or not any(map(self._masks, _leaves(args, kwargs))):
             return args, kwargs
@@ -198,7 +185,7 @@ class MaskTaint:
         return raised
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record if the result of an operation contains low numbers, and if they mask other values."""
+        """Record whether the result of an operation contains low numbers, and whether they mask other values."""
         name = _name(func)
         if product_name(func) is not None or name not in _MOVES | _FACTORS | _MASKS | _CONSTANTS:
             return
@@ -206,16 +193,16 @@ class MaskTaint:
             isinstance(leaf, float) and leaf < FLOAT16_MASK for leaf in _leaves(args, kwargs)
         )
         constant = name in _CONSTANTS and any(map(_is_low, _pytree.tree_leaves(result)))
-        tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor) and leaf in self._held]
+        tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor) and leaf in self._flags]
         if not (number or constant or tensors):
             return
         masks = name in _MASKS or any(self._masks(tensor) for tensor in tensors)
         for leaf in _pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                self._held[leaf] = masks
+                self._flags[leaf] = masks
 
     def _masks(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and bool(self._held.get(leaf, False))
+        return isinstance(leaf, Tensor) and bool(self._flags.get(leaf, False))
 
 
 def _name(func: Any) -> str:
@@ -233,7 +220,7 @@ def _is_low(leaf: Any) -> bool:
 
 
 MASKS = -1e8
-"""Lower values are masks: no activation is so low unless others are as high."""
+"""Lower values are masks: no activation is this low unless others are as high."""
 
 # fmt: off
 _KEEP = {
@@ -255,7 +242,7 @@ _ONES = {
     for name in ("_softmax", "_safe_softmax", "sigmoid", "sigmoid_", "tanh", "tanh_", "sin", "cos", "erf")
 }
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""Products, with the place of their left operand."""
+"""Matrix multiplications, with the position of their left operand."""
 
 _ATTENTION = "aten::_scaled_dot_product_"
 _LAYER_NORM = "aten::native_layer_norm"
@@ -273,8 +260,8 @@ def result_bound(
     bounds: Sequence[float],
     column: Callable[[int], float],
 ) -> float:
-    """Return a bound of the first result of an operation; infinity for an operation without a known bound."""
-    # Integers too, since a tensor may be filled with one; an axis or an index among them only loosens the bound.
+    """Return a bound of the first result of an operation; infinity if no bound is known."""
+    # Integers count because a tensor may be filled with one; an axis or index only loosens the bound.
     numbers = [abs(value) for value in args if type(value) in (int, float) and not is_mask(value)]
     factors: list[float] = [abs(value) for value in args if type(value) in (int, float)]
     factor: float = max([1.0, *(abs(value) for value in keywords.values() if type(value) in (int, float))])
@@ -282,7 +269,7 @@ def result_bound(
         return 1.0
     if not bounds:
         return math.inf
-    if name in _KEEP and not _divides_otherwise(name, args):
+    if name in _KEEP and not _overrides_divisor(name, args):
         return float(max([*bounds, *numbers]))
     if name in _SUMS:
         return factor * sum(bounds) + sum(factors)
@@ -305,7 +292,7 @@ def result_bound(
 
 
 def largest_inside(name: str, args: Sequence[Any], bounds: Sequence[float], made: Sequence[Tensor]) -> float:
-    """Return the largest value of a tensor that a target has inside an operation; 0 if none can be beyond float16."""
+    """Return the largest intermediate value of an operation on a target; 0 if none can exceed float16."""
     if made[0].numel() == 0 or any(isinstance(value, Tensor) and value.numel() == 0 for value in args):
         # For example an expert without tokens.
         return 0.0
@@ -320,27 +307,27 @@ def largest_inside(name: str, args: Sequence[Any], bounds: Sequence[float], made
     return 0.0
 
 
-def _divides_otherwise(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an average pooling divides its sums by a number other than that of their terms."""
+def _overrides_divisor(name: str, args: Sequence[Any]) -> bool:
+    """Return whether an average pooling has a ``divisor_override``."""
     divisor = 6
     return name == "aten::avg_pool2d" and len(args) > divisor and args[divisor] is not None
 
 
 def beyond(bound: float) -> bool:
-    """Return whether a bound is beyond float16; True for NaN, which bounds nothing."""
+    """Return whether a bound exceeds float16; True for NaN."""
     return not bound <= FLOAT16_MAX
 
 
 def is_mask(value: Any) -> bool:
-    """Return whether a number is so low that it can only be that of a mask."""
+    """Return whether a number is low enough to belong to a mask."""
     return isinstance(value, float) and value < MASKS
 
 
 Frame = tuple[str, int]
-"""A running module: its path, and the number of its call."""
+"""A running module: its path and the index of its call."""
 
 
-class _Seen:
+class _TrackedTensor:
     """The bound of one tensor, and its origin."""
 
     __slots__ = ("bound", "exact", "frames", "mask", "parameter", "tensor")
@@ -363,13 +350,13 @@ class ParameterMagnitudes:
     """Measurements of parameters, valid for all passes until a parameter changes.
 
     Attributes:
-        norms: the largest norm of a column, for each parameter or view of one that is the matrix of a product.
+        norms: the largest norm of a column, for each parameter (or view of one) that is the matrix of a multiplication.
         parameters: each parameter with its version and bound, by id.
     """
 
     def __init__(self) -> None:
         self.norms: dict[Any, float] = {}
-        self.parameters: dict[int, tuple[nn.Parameter, int, _Seen]] = {}
+        self.parameters: dict[int, tuple[nn.Parameter, int, _TrackedTensor]] = {}
 
 
 class OverflowTracker:
@@ -385,15 +372,15 @@ class OverflowTracker:
         self._wide_inputs = False
         self._masked: set[str] = set()
         self._computing: set[str] = set()
-        self._seen: dict[int, _Seen] = {}
+        self._tracked: dict[int, _TrackedTensor] = {}
         self._measured = measured
         for value in _floats(inputs):
-            seen = self._of(value)
-            seen.frames = ()
-            self._wide_inputs |= beyond(seen.bound)
+            tracked = self._of(value)
+            tracked.frames = ()
+            self._wide_inputs |= beyond(tracked.bound)
 
     def regions(self) -> Float32Modules:
-        """Return the modules that stay float32 in a model of half floats."""
+        """Return the modules that stay float32 in a half-precision model."""
         return Float32Modules(
             wide=dict(self._wide),
             computing=frozenset(self._computing),
@@ -402,17 +389,17 @@ class OverflowTracker:
         )
 
     def at_most(self, value: Tensor, bound: float) -> None:
-        """Lower the bound of ``value`` to one that was measured elsewhere."""
-        seen = self._seen.get(id(value))
-        if seen is not None and seen.tensor() is value and not seen.mask and bound < seen.bound:
-            seen.bound, seen.exact = bound, True
+        """Lower the bound of ``value`` to a measured bound."""
+        tracked = self._tracked.get(id(value))
+        if tracked is not None and tracked.tensor() is value and not tracked.mask and bound < tracked.bound:
+            tracked.bound, tracked.exact = bound, True
 
     def returned(self, result: Any) -> None:
         """Record that the model returned ``result``: its tensors left all modules."""
         for value in _floats(leaves(result)):
-            seen = self._of(value)
-            if seen.marked:
-                self._travelled(seen, ())
+            tracked = self._of(value)
+            if tracked.marked:
+                self._travelled(tracked, ())
 
     def see(
         self,
@@ -423,128 +410,135 @@ class OverflowTracker:
         frames: Callable[[], tuple[Frame, ...]],
     ) -> None:
         """Compute the bound of the result of one operation, and record the modules."""
-        made = _floats((result,))
-        if not made:
-            # A comparison, or a number for Python, depends on the values, too.
+        results = _floats((result,))
+        if not results:
+            # A comparison or a Python number also depends on the values.
             for value in _floats((*args, *keywords.values())):
-                seen = self._seen.get(id(value))
-                if seen is not None and seen.tensor() is value and seen.marked:
-                    self._travelled(seen, frames())
+                tracked = self._tracked.get(id(value))
+                if tracked is not None and tracked.tensor() is value and tracked.marked:
+                    self._travelled(tracked, frames())
             return
         name, shows, writes = _facts(func)
         real = shows and isinstance(args[0], Tensor) and args[0].is_floating_point()
-        if real and not (shown := self._of(args[0])).marked:
+        if real and not (source := self._of(args[0])).marked:
             # Most operations only return a view.
-            for value in made:
-                view = self._seen[id(value)] = _Seen(value, shown.bound)
-                view.parameter = shown.parameter
+            for value in results:
+                view = self._tracked[id(value)] = _TrackedTensor(value, source.bound)
+                view.parameter = source.parameter
             return
-        given = _floats((*args, *keywords.values()))
-        read = [self._of(value) for value in given]
-        new = _Seen(made[0], math.inf)
+        operands = _floats((*args, *keywords.values()))
+        read = [self._of(value) for value in operands]
+        new = _TrackedTensor(results[0], math.inf)
         if shows and read:
             new.bound, new.parameter, new.mask = read[0].bound, read[0].parameter, read[0].mask
         else:
             new.bound = self._bound(name, args, keywords, read)
-            if beyond(new.bound) and self._measured_all(given, read, made[0].numel()):
+            if beyond(new.bound) and self._measured_all(operands, read, results[0].numel()):
                 new.bound = self._bound(name, args, keywords, read)
-            new.mask = passes_masks_on(name) and (any(seen.mask for seen in read) or any(map(is_mask, args)))
+            new.mask = passes_masks_on(name) and (any(tracked.mask for tracked in read) or any(map(is_mask, args)))
         if beyond(new.bound):
-            self._measure(new, made[0])
+            self._measure(new, results[0])
         if writes:
-            self._written(made[0], new)
-        self._seen[id(made[0])] = new
+            self._written(results[0], new)
+        self._tracked[id(results[0])] = new
         here = frames()
         # An operation in a hook of the whole model has no module.
         if here and not shows:
             self._computing.add(here[-1][0])
-        for seen in read:
-            if seen.marked:
-                self._travelled(seen, here)
+        for tracked in read:
+            if tracked.marked:
+                self._travelled(tracked, here)
         if new.marked:
-            # Recorded when something reads it: what nothing reads is in no file.
+            # Recorded when an operation reads it, because unread results are not exported.
             new.frames = here
-        self._note(largest_inside(name, args, [seen.bound for seen in read], made), False, here[-1:])
+        self._note(largest_inside(name, args, [tracked.bound for tracked in read], results), False, here[-1:])
 
     # -- bounds ----------------------------------------------------------------------------------------------------
 
-    def _bound(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any], read: Sequence[_Seen]) -> float:
-        bounds = [seen.bound for seen in read]
+    def _bound(
+        self, name: str, args: Sequence[Any], keywords: Mapping[str, Any], read: Sequence[_TrackedTensor]
+    ) -> float:
+        bounds = [tracked.bound for tracked in read]
         return result_bound(name, args, keywords, bounds, lambda place: self._column(args[place], read[place]))
 
-    def _column(self, value: Tensor, seen: _Seen) -> float:
-        """Return the largest norm of a column of value [.., K, N]; a bound of it unless value is a parameter's."""
-        if seen.parameter is None:
-            return math.sqrt(value.shape[-2]) * seen.bound
-        key = (id(seen.parameter), tensor_version(seen.parameter), value.shape, value.stride(), value.storage_offset())
+    def _column(self, value: Tensor, tracked: _TrackedTensor) -> float:
+        """Return the largest norm of a column of value [.., K, N]; a bound of it if value is no parameter."""
+        if tracked.parameter is None:
+            return math.sqrt(value.shape[-2]) * tracked.bound
+        key = (
+            id(tracked.parameter),
+            tensor_version(tracked.parameter),
+            value.shape,
+            value.stride(),
+            value.storage_offset(),
+        )
         if key not in self._measured.norms:
             norms = value.detach().float().norm(dim=-2)
             self._measured.norms[key] = float(norms.max()) if norms.numel() else 0.0
         return self._measured.norms[key]
 
-    def _measured_all(self, given: Sequence[Tensor], read: Sequence[_Seen], limit: int) -> bool:
-        """Measure operands without exact bounds if they have fewer than ``limit`` values, and return whether it did."""
-        loose = [(value, seen) for value, seen in zip(given, read, strict=True) if not seen.exact]
+    def _measured_all(self, operands: Sequence[Tensor], read: Sequence[_TrackedTensor], limit: int) -> bool:
+        """Measure operands without exact bounds if they have fewer than ``limit`` values; return whether it did."""
+        loose = [(value, tracked) for value, tracked in zip(operands, read, strict=True) if not tracked.exact]
         if not loose or sum(value.numel() for value, _ in loose) >= limit:
             return False
-        for value, seen in loose:
-            self._measure(seen, value)
+        for value, tracked in loose:
+            self._measure(tracked, value)
         return True
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
-    def _of(self, value: Tensor) -> _Seen:
-        seen = self._seen.get(id(value))
-        if seen is not None and seen.tensor() is value:
-            return seen
+    def _of(self, value: Tensor) -> _TrackedTensor:
+        tracked = self._tracked.get(id(value))
+        if tracked is not None and tracked.tensor() is value:
+            return tracked
         parameter = value if type(value) is not Tensor and isinstance(value, nn.Parameter) else None
         if parameter is not None:
             known = self._measured.parameters.get(id(parameter))
             if known is not None and known[0] is parameter and known[1] == tensor_version(parameter):
                 return known[2]
-        seen = _Seen(value, math.inf)
-        self._measure(seen, value)
+        tracked = _TrackedTensor(value, math.inf)
+        self._measure(tracked, value)
         if parameter is not None:
-            seen.parameter = parameter
-            self._measured.parameters[id(parameter)] = (parameter, tensor_version(parameter), seen)
+            tracked.parameter = parameter
+            self._measured.parameters[id(parameter)] = (parameter, tensor_version(parameter), tracked)
         else:
-            self._seen[id(value)] = seen
-        return seen
+            self._tracked[id(value)] = tracked
+        return tracked
 
-    def _measure(self, seen: _Seen, value: Tensor) -> None:
-        """Measure the bound of a tensor."""
+    def _measure(self, tracked: _TrackedTensor, value: Tensor) -> None:
         # Forward-mode gradients use zero tensors without memory, and tensors on the meta device.
-        unseen = value.is_meta or value._is_zerotensor()
-        if unseen or value.layout is not torch.strided or value.is_nested or value.numel() == 0:
-            seen.bound = 0.0
+        without_memory = value.is_meta or value._is_zerotensor()
+        if without_memory or value.layout is not torch.strided or value.is_nested or value.numel() == 0:
+            tracked.bound = 0.0
             return
         value = in_memory_order(value.detach())
         low, high = (float(bound) for bound in torch.aminmax(value))
         if not low >= MASKS:
-            seen.mask = bool((value < MASKS).any())
+            tracked.mask = bool((value < MASKS).any())
             low, high = (float(bound) for bound in torch.aminmax(value.where(value >= MASKS, 0.0)))
-        seen.bound, seen.exact = max(-low, high), True
+        tracked.bound, tracked.exact = max(-low, high), True
 
-    def _written(self, value: Tensor, new: _Seen) -> None:
+    def _written(self, value: Tensor, new: _TrackedTensor) -> None:
         """Apply the bound of a tensor changed in place to all tensors that share its memory."""
         memory = value.untyped_storage()._cdata
-        for seen in self._seen.values():
-            other = seen.tensor()
+        for tracked in self._tracked.values():
+            other = tracked.tensor()
             if other is not None and other is not value and other.untyped_storage()._cdata == memory:
-                seen.bound, seen.mask = max(seen.bound, new.bound), seen.mask or new.mask
-                seen.frames = new.frames if new.marked else seen.frames
+                tracked.bound, tracked.mask = max(tracked.bound, new.bound), tracked.mask or new.mask
+                tracked.frames = new.frames if new.marked else tracked.frames
 
     # -- modules ---------------------------------------------------------------------------------------------------
 
-    def _travelled(self, seen: _Seen, here: tuple[Frame, ...]) -> None:
-        """Record the modules that a tensor passed: out of those that made it, through their caller, into the reader."""
-        if seen.frames is None:
-            self._note(seen.bound, seen.mask, here[-1:])
+    def _travelled(self, tracked: _TrackedTensor, here: tuple[Frame, ...]) -> None:
+        """Record the modules that a tensor passed from its producer, through the common caller, to its reader."""
+        if tracked.frames is None:
+            self._note(tracked.bound, tracked.mask, here[-1:])
             return
         common = 0
-        while common < min(len(here), len(seen.frames)) and here[common] == seen.frames[common]:
+        while common < min(len(here), len(tracked.frames)) and here[common] == tracked.frames[common]:
             common += 1
-        self._note(seen.bound, seen.mask, (*seen.frames[common:], *here[max(common - 1, 0) :]))
+        self._note(tracked.bound, tracked.mask, (*tracked.frames[common:], *here[max(common - 1, 0) :]))
 
     def _note(self, bound: float, mask: bool, modules: Sequence[Frame]) -> None:
         for path, _ in modules:
@@ -556,16 +550,16 @@ class OverflowTracker:
 
 @cache
 def _facts(func: Any) -> tuple[str, bool, bool]:
-    """Return the name of an operation, whether its result is a view, and whether it changes an operand in place."""
+    """Return the name of an operation, whether its result is a view, and whether it writes in place."""
     return func.name().partition(".")[0], bool(func.is_view), func._schema.is_mutable
 
 
 def _floats(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
+    floats: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             if value.is_floating_point():
-                found.append(value)
+                floats.append(value)
         elif isinstance(value, (tuple, list)):
-            found += _floats(value)
-    return found
+            floats += _floats(value)
+    return floats

@@ -1,7 +1,7 @@
-"""Simulation of a target's half floats in a frozen proxy, to score it without the target.
+"""Simulation of a target's half precision in a frozen proxy, to score it without the target.
 
-Tensors are half; products are summed in float32 and rounded once. torch's own half kernels for a CPU do the same, but
-fifteen times slower.
+Tensors are half; matrix multiplications accumulate in float32 and round once. torch's own half kernels for CPUs do the
+same, but take fifteen times as long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MARK = "_quantizer_simulation"
 
 
 def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn.Module:
-    """Make a frozen proxy compute its floats in ``dtype``, in place; its inputs and outputs stay float32.
+    """Make a frozen proxy compute its floats in ``dtype``, in place; inputs and outputs stay float32.
 
     Wide modules stay float32.
     """
@@ -48,9 +48,9 @@ def is_simulation(model: nn.Module) -> bool:
 class _Pass:
     """The hooks around each pass of the proxy."""
 
-    def __init__(self, dtype: torch.dtype, taken: torch.dtype, masked: bool) -> None:
+    def __init__(self, dtype: torch.dtype, io_dtype: torch.dtype, masked: bool) -> None:
         self._dtype = dtype
-        self._taken = taken
+        self._io_dtype = io_dtype
         self._masked = masked
         self.modes: list[ExitStack] = []
 
@@ -59,7 +59,7 @@ class _Pass:
         self.modes.append(ExitStack())
         self.modes[-1].enter_context(_Target(self._dtype))
         self.modes[-1].enter_context(MadeFloats(self._dtype, self._masked, buffers))
-        return mapped(lambda value: _cast(value, self._taken), (args, keywords))
+        return mapped(lambda value: _cast(value, self._io_dtype), (args, keywords))
 
     def end(self, proxy: nn.Module, args: Any, result: Any) -> Any:
         # Registered with always_call: this also runs after an exception in the pass.
@@ -72,7 +72,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that computes products of half tensors and reads masks as a target does."""
+    """A dispatch mode that multiplies half tensors and reads masks as a target does."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -84,7 +84,7 @@ class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if self._masks is not None:
-            # Also for a softmax in a wide module: its input was half before.
+            # Also for a softmax in a wide module, whose input was half.
             args, kwargs = self._masks.read(func, args, kwargs)
         if not self._in_half((*args, *kwargs.values())):
             return func(*args, **kwargs)
@@ -93,18 +93,18 @@ class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _pytree.tree_map(lambda value: _cast(value, self._dtype), func(*args, **kwargs))
         if self._masks is None:
             return func(*args, **kwargs)
-        args, kwargs = tuple(map(_held, args)), {name: _held(value) for name, value in kwargs.items()}
+        args, kwargs = tuple(map(_clamped, args)), {name: _clamped(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         self._masks.follow(func, args, kwargs, result)
         return result
 
     def _in_half(self, values: Any) -> bool:
-        """Return whether an operation reads or makes half tensors."""
+        """Return whether an operation reads or returns half tensors."""
         return any(
             value is self._dtype or (isinstance(value, Tensor) and value.dtype is self._dtype) for value in values
         )
 
 
-def _held(value: Any) -> Any:
-    """Return a number, at least -FLOAT16_MAX unless -inf: torch refuses to fill half tensors with lower numbers."""
+def _clamped(value: Any) -> Any:
+    """Return a number clamped to -FLOAT16_MAX, except -inf: torch does not fill half tensors with lower numbers."""
     return max(value, -FLOAT16_MAX) if isinstance(value, float) and value != -math.inf else value

@@ -1,7 +1,7 @@
-"""The observation of a proxy: every pass adds its statistics to those of the calibration once it is complete.
+"""Observe a proxy: every complete pass adds its statistics to those of the calibration.
 
-A pass that fails, is refused or is interrupted adds nothing. Passes may run in several threads: each is observed
-separately, and they are added one after the other.
+A pass that fails or is interrupted adds nothing. Passes may run in several threads: each is observed separately, and
+their statistics are added one after the other.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from quantizer.utils.batches import on_own_tensors, row_count, warn_user, writte
 from quantizer.utils.sizes import input_shapes
 from quantizer.utils.structure import leaves
 
-_COPIES_GIVEN = "writes into its inputs ({names}): it was given copies, so that your data stays as it is"
+_COPIES_PASSED = "writes into its inputs ({names}); it receives copies, so your data does not change"
 
 
 class Observation:
     """The observation of a proxy's sites during calibration.
 
-    Its copies and pickles are None, so that a copy of a proxy does not observe.
+    Its copies and pickles are None, so a copy of a proxy does not observe.
 
     Attributes:
         seen: the statistics of all complete passes so far.
-        watched: what is observed, and how.
+        watched: the settings of the observation.
     """
 
     def __init__(self, sites: Sequence[Site], watched: Watched, kept: ReplayBatches | None) -> None:
-        """Observe all sites of a proxy; ``kept`` takes the batches that are to be run again (None: none are kept)."""
+        """Observe all sites of a proxy; ``kept`` stores batches to run again (None: no batches are stored)."""
         self.seen = Seen.of_sites((site.path for site in sites), kept)
-        # Made once before any data runs: what a calibrator raises then would look like an error of the model.
+        # Created once before any data runs: later, an error of a calibrator would look like an error of the model.
         watched.make(False)
         self.watched = watched
         self._sites = sites
@@ -54,8 +54,8 @@ class Observation:
         self._lock = threading.Lock()
         self._detach: list[Callable[[], None]] = []
         self._prepare: Callable[[], None] | None = None
-        self._doubted = False
-        self._told_written = False
+        self._warned_of_mask = False
+        self._warned_of_writes = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -69,7 +69,7 @@ class Observation:
         self._calls = [*self._sites, *(place for place in places_of(proxy) if place.result_site is not None)]
         for call in self._calls:
             call.observer = self
-        # A hook alone is not enough: after an interrupt torch calls none.
+        # A hook is not enough, because torch calls none after an interrupt.
         self._detach = [
             called_through(proxy, self._call),
             proxy.register_forward_pre_hook(LocalHook(self._begin), with_kwargs=True).remove,
@@ -101,7 +101,7 @@ class Observation:
     def _call(self, proxy: nn.Module, run: partial[Any]) -> Any:
         """Run the proxy once, and add the statistics of the pass."""
         if self._of_thread() is not None:
-            # A proxy that calls itself is still in the same pass.
+            # A recursive call of the proxy belongs to the same pass.
             return run()
         if self._prepare is not None:
             self._prepare()
@@ -113,78 +113,78 @@ class Observation:
             result = run()
             if not current.has_begun:
                 raise CalibrationError(
-                    f"{type(proxy).__name__}.__call__ does not run forward as torch runs it, so that nothing of it is "
-                    "seen: let it call super().__call__(...), or write what it does into forward"
+                    f"{type(proxy).__name__}.__call__ does not call forward through nn.Module.__call__, so it cannot "
+                    "be observed; call super().__call__(...) in it, or move its code into forward"
                 )
         finally:
             current.end()
             self._running.remove(current)
             self._thread.current = None
-        if not self._told_written and (names := written_by(run)):
-            self._told_written = True
-            warn_user([f"{type(proxy).__name__}.forward {_COPIES_GIVEN.format(names=', '.join(names))}"])
+        if not self._warned_of_writes and (names := written_by(run)):
+            self._warned_of_writes = True
+            warn_user([f"{type(proxy).__name__}.forward {_COPIES_PASSED.format(names=', '.join(names))}"])
         added = current.whole(result)
         with self._lock:
             self._add(current, added)
         return result
 
     def _begin(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Check and record the inputs of the pass that runs."""
+        """Check and record the inputs of the current pass."""
         current = self._of_thread()
         if current is None or current.has_begun:
             return
         if proxy.training:
             raise CalibrationError(
-                "the proxy is in train mode, where dropout would enter the ranges; call .eval() on it first"
+                "the proxy is in train mode, so dropout would affect the ranges; call .eval() on it first"
             )
         named = {**{f"argument {place}": value for place, value in enumerate(args)}, **keywords}
         for name, value in named.items():
             if isinstance(value, Tensor) and value.is_floating_point() and bool(torch.isnan(value).any()):
                 raise CalibrationError(
-                    f"batch {current.number} of the calibration data: {name!r} has NaN values; leave them out of the "
+                    f"batch {current.number} of the calibration data: {name!r} has NaN values; remove them from the "
                     "data"
                 )
         current.seen.rows = row_count({**dict(enumerate(args)), **keywords})
         current.seen.inputs = (input_shapes(proxy.forward, args, keywords),)
-        # After a batch with other values, the inputs need not be checked for zeros any more.
+        # After a batch with other values, the check for zeros is unnecessary.
         current.seen.only_zeros = self.seen.only_zeros and _only_zeros([args, keywords])
         if self.seen.kept is not None:
             current.kept = self.seen.kept.wanted(args, keywords)
         mask, doubt = read_mask(keywords, args)
-        if doubt is not None and not self._doubted:
-            self._doubted = True
+        if doubt is not None and not self._warned_of_mask:
+            self._warned_of_mask = True
             warnings.warn(doubt, stacklevel=2)
         current.begin(proxy, list(named.values()), mask)
 
     def _add(self, current: Pass, added: Seen) -> None:
-        whole = self.seen.with_added(added)
-        if whole.kept is not None and current.kept is not None:
-            whole.kept.keep(*current.kept)
-        # This one assignment adds the batch: before it nothing counts, after it everything.
-        self.seen = whole
+        total = self.seen.with_added(added)
+        if total.kept is not None and current.kept is not None:
+            total.kept.keep(*current.kept)
+        # This single assignment adds the batch, so an interrupt cannot add a part of it.
+        self.seen = total
 
     def _of_thread(self) -> Pass | None:
-        found: Pass | None = getattr(self._thread, "current", None)
-        return found
+        current: Pass | None = getattr(self._thread, "current", None)
+        return current
 
     def pass_of(self, call: SourceCall) -> Pass | None:
-        """Return the pass that a call is part of; None if a part of the model runs alone, which is no batch."""
+        """Return the pass that a call is part of; None if a part of the model runs outside of a pass."""
         running = self._of_thread()
         if running is not None or not self._running:
             return running
-        # The model runs the site in a thread that it has started.
+        # The model runs the site in a thread that it started.
         try:
             (only,) = self._running
         except ValueError:
             raise CalibrationError(
-                f"{call.path} runs in a thread that the model has started, while several threads calibrate: of which "
-                "batch it is part cannot be told; calibrate from one thread"
+                f"{call.path} runs in a thread that the model started while several threads calibrate, so its batch is "
+                "unknown; calibrate from one thread"
             ) from None
         return only
 
 
 def _only_zeros(inputs: Any) -> bool:
-    """Return whether there are values in the inputs, and all of them are zeros."""
+    """Return whether the inputs contain values, and all of them are zeros."""
     tensors = [leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor)]
     if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
         return False

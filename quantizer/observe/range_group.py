@@ -1,4 +1,4 @@
-"""The records of operands in calibration: the groups that share a range, and the ranges of their channels."""
+"""Records of operands in calibration: range groups, ranges per channel, and SmoothQuant factors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from quantizer.observe.calibrators import Calibrator
 from quantizer.proxy.weight import Weight
 
 MOST_CALLS = 32
-"""The most tensors of a pass whose ranges are kept apart, so that a long loop takes bounded memory."""
+"""The largest number of tensors of a pass with ranges of their own, so that long loops use bounded memory."""
 
 _APART = 2.0
-"""How many times as large as the smallest range of a call the largest is where calls are told apart: with the range of
-all of them, the call with the smallest loses one bit (6 dB). Below that they share one range, and a file one scale."""
+"""The ratio of the largest to the smallest range from which calls have ranges of their own.
+
+With a common range the call with the smallest would lose one bit (6 dB). Below this ratio calls share one range, and a
+file has one scale.
+"""
 
 _NUMBER_VARIES = "their number differs between batches"
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelRange:
-    """The minimum and the maximum of each channel (index of the last axis, or of another), float32 [K] each."""
+    """The minimum and the maximum of each channel (index of one axis), float32 [K] each."""
 
     low: Tensor
     high: Tensor
@@ -47,18 +50,18 @@ class ChannelRange:
         """Return the channel ranges of both together; None if the numbers of channels differ."""
         if self.low.shape != other.low.shape:
             return None
-        # Those of a file are on the CPU, wherever the model is.
+        # Ranges from a file are on the CPU.
         low, high = other.low.to(self.low.device), other.high.to(self.high.device)
         return ChannelRange(torch.minimum(self.low, low), torch.maximum(self.high, high))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Migration:
-    """The migration of outliers of an activation x [.., K] into the weights W of its products: (x / s) (W * s) is x W.
+    """The migration of activation outliers into weights (SmoothQuant): x W = (x / s) (W * s) for x [.., K].
 
     Attributes:
-        alpha: the share of the activation, see ``smoothquant.migration_factors``; None: the factors make the weights of
-            two layers alike, see ``numerics/weight_codes.py``.
+        alpha: the migration strength, see ``smoothquant.migration_factors``; None: the factors equalize the weights of
+            two layers, see ``numerics/weight_codes.py``.
         factors: s, float32 [K].
         axis: the axis of x.
         weight_axis: the axis of W; None: the one that is multiplied with the last axis of x.
@@ -76,26 +79,27 @@ class Migration:
 
     @property
     def text(self) -> str:
-        """The text for the coverage."""
+        """The note for the coverage."""
         return "equalized" if self.alpha is None else f"SmoothQuant {self.alpha:g}"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RangeGroup:
-    """Operands that read the same tensors, and share one calibrator.
+    """Operands that read the same tensors and share one calibrator.
 
-    A site that a pass calls several times reads a tensor in each call. Tensor n of a pass is the n-th that the group
+    A site that a pass calls several times reads one tensor per call. Tensor n of a pass is the n-th that the group
     observes in it, whichever operand reads it first.
 
     Attributes:
-        calibrator: of all tensors, divided by the factors of ``migration``.
+        calibrator: the statistics of all tensors, divided by the factors of ``migration``.
         operands: their names, as ``SITE.OPERAND``.
-        chosen: an amax that replaces the calibrator's own, and the name of its estimate (None: the calibrator's own).
-        channels: the ranges of channels, for a migration (None: not kept, or ``channels_vary``).
+        chosen: an amax that replaces the calibrator's, and the name of its estimate (None: the calibrator's own).
+        channels: the ranges of channels, for SmoothQuant (None: not recorded, or ``channels_vary``).
         channels_vary: whether the number of channels differs between calls.
-        migration: the migration of outliers that divides the tensor (None: there is none).
-        parts: the range of each tensor of a pass by itself (empty: there is one, or ``together``).
-        together: why the tensors of a pass cannot be told apart; empty if that needs no words (None: they can).
+        migration: the factors that divide the tensor (None: there are none).
+        parts: the range of each tensor of a pass (empty: there is one tensor, or ``together``).
+        together: why the tensors of a pass share a range; empty if no note is needed (None: they have their own
+            ranges).
     """
 
     calibrator: Calibrator
@@ -109,35 +113,35 @@ class RangeGroup:
 
     @property
     def told_apart(self) -> bool:
-        """True if the tensors of a pass have ranges of their own, as these differ; tensors of zeros do not count."""
+        """True if the tensors of a pass have ranges of their own; tensors of zeros do not count."""
         largest = [part.calibrator.largest for part in self.parts if part.calibrator.largest > 0]
         return bool(largest) and max(largest) >= _APART * min(largest)
 
     @property
     def ranges(self) -> list[RangeGroup]:
-        """The ranges that are used: that of all tensors, and those of single ones where they are told apart."""
+        """The used ranges: of all tensors together, and of each tensor if they have their own."""
         return [self, *self.parts] if self.told_apart else [self]
 
     def of_tensor(self, number: int) -> RangeGroup:
-        """Return the range of a tensor by its number in the pass, if the tensors are told apart; else that of all."""
+        """Return the range of tensor ``number`` of the pass, if it has its own; else the common range."""
         return self.parts[number] if self.told_apart and 0 <= number < len(self.parts) else self
 
     def migrated(self, migration: Migration, operands: list[str], make: Callable[[], Calibrator]) -> RangeGroup:
-        """Return a range without values for the tensors divided by factors, of those of ``operands`` that read them."""
+        """Return an empty range group for the tensors divided by SmoothQuant factors, read by ``operands``."""
         parts = [RangeGroup(calibrator=make(), migration=migration) for _ in self.parts]
         return RangeGroup(calibrator=make(), operands=operands, migration=migration, parts=parts)
 
     def observe(self, x: Tensor, tensor: int) -> None:
-        """Add the values of a tensor of the pass, divided by the factors already."""
+        """Add the values of a tensor of the pass that is already divided by the factors."""
         for each in (self, *(self.parts[tensor : tensor + 1] if tensor >= 0 else ())):
             each.calibrator.observe(x)
 
     def keep_together(self, why: str) -> None:
-        """Give up to tell the tensors of a pass apart; of several reasons one stays, whichever came first."""
+        """Let all tensors of a pass share one range; of several reasons the first in sort order is kept."""
         self.together, self.parts = min(filter(None, (self.together, why)), default=""), []
 
     def add_tensor(self, calibrator: Calibrator) -> int:
-        """Add one more tensor of the pass, of which ``calibrator`` is; return its number."""
+        """Add one more tensor of the pass, observed by ``calibrator``; return its index."""
         if self.together is None:
             self.parts = [*self._single(), RangeGroup(calibrator=calibrator)]
             self._bound()
@@ -145,7 +149,7 @@ class RangeGroup:
         return max(len(self.parts) - 1, 0)
 
     def append(self, other: RangeGroup) -> int:
-        """Add the tensors of another group after those of this one; return the number of the first of them."""
+        """Add the tensors of another group after the own ones; return the index of the first of them."""
         first = max(len(self.parts), 1)
         together = self.together if self.together is not None else other.together
         if together is None:
@@ -157,19 +161,19 @@ class RangeGroup:
         return first
 
     def _single(self) -> list[RangeGroup]:
-        """Return the range of each tensor by itself."""
+        """Return the range of each tensor."""
         return self.parts or [replace(self, calibrator=self.calibrator.copy(), operands=[])]
 
     def _bound(self) -> None:
         if len(self.parts) > MOST_CALLS:
-            self.keep_together(f"there are more than {MOST_CALLS} in a pass")
+            self.keep_together(f"a pass has more than {MOST_CALLS} calls")
 
-    def add_channels(self, seen: ChannelRange, tensor: int | None = None) -> None:
-        """Add the channel ranges of more values, which are those of a tensor of the pass (None: of any)."""
+    def add_channels(self, channels: ChannelRange, tensor: int | None = None) -> None:
+        """Add the channel ranges of more values, of tensor ``tensor`` of the pass (None: of any)."""
         if tensor is not None and tensor < len(self.parts):
-            self.parts[tensor].add_channels(seen)
+            self.parts[tensor].add_channels(channels)
         if not self.channels_vary:
-            self.channels = seen if self.channels is None else self.channels.joined(seen)
+            self.channels = channels if self.channels is None else self.channels.joined(channels)
             self.channels_vary = self.channels is None
 
     def add(self, other: RangeGroup) -> None:
@@ -196,18 +200,18 @@ class RangeGroup:
         return replace(self, calibrator=self.calibrator.copy(), operands=list(self.operands), parts=parts)
 
     def amax(self, dtype: str) -> float:
-        """Return the magnitude that maps to the largest code of a format."""
+        """Return the magnitude that maps to the largest integer of a format."""
         return self.calibrator.for_format(dtype).amax() if self.chosen is None else self.chosen[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RoundedWeight:
-    """The rounding that was chosen for a weight.
+    """The chosen rounding of a weight.
 
     Attributes:
-        codes: the codes, int8 [*]; None: the nearest ones.
-        text: how they were chosen.
-        amax: the ranges that belong to the codes, float32 in the shape of the scale; None: those of the calibrator.
+        codes: the integers, int8 [*]; None: rounding to nearest.
+        text: a note on how they were chosen.
+        amax: the ranges that belong to the integers, float32 in the shape of the scale; None: those of the calibrator.
     """
 
     codes: Tensor | None
@@ -217,20 +221,20 @@ class RoundedWeight:
 
 @dataclass(kw_only=True, slots=True)
 class OperandRecord:
-    """The record of one operand: a weight, or an activation's group.
+    """The record of one operand: a weight, or the range group of an activation.
 
     Attributes:
         weight: the weight (None: an activation).
         axis: the axis of the weight's output channels (None: it has none).
-        inner: the axis of the weight that is multiplied with the last axis of the activation (None: none is).
+        inner: the axis of the weight that is multiplied with the last axis of the activation (None: none).
         group: the activation's group (None: a weight).
         softmax: whether the operand is the output of a softmax, 0 to 1, in every call (None: no call yet).
-        ends_branch: whether this operand of an add is the direct result of a product, and the other operand is not.
-        smoothed: the group that the operand shares a range with after migration of outliers (None: no migration).
-        left: why there is no migration, if there could have been one.
-        rounded: how the weight is rounded (None: to nearest, without a choice).
-        layer_before: the convolution that made the operand, only operations on single channels in between (empty: none
-            did, or not in every call; None: no call yet).
+        ends_branch: whether this operand of an add is the direct output of a layer, and the other operand is not.
+        smoothed: the range group after SmoothQuant (None: not smoothed).
+        left: why the operand is not smoothed, if it could have been.
+        rounded: the chosen rounding of the weight (None: to nearest).
+        layer_before: the convolution that computed the operand, with only channelwise operations in between (empty:
+            none, or not in every call; None: no call yet).
         spread: float32 [C], the factors of a weight's output channels that share one scale (None: they are 1).
         tensors: the tensor of its group that each call of a pass reads, -1 for a call that was not observed (None: no
             call yet; empty: not the same in all passes).
@@ -250,7 +254,7 @@ class OperandRecord:
     tensors: tuple[int, ...] | None = None
 
     def read(self, call: int, tensor: int) -> None:
-        """Add which tensor of its group a call reads."""
+        """Record the tensor of its group that a call reads."""
         before = self.tensors or ()
         self.tensors = (*before, *(-1 for _ in range(call - len(before))), tensor)
 
@@ -268,16 +272,16 @@ class OperandRecord:
             self.tensors = other.tensors if self.tensors in (None, other.tensors) else ()
 
     def add_layer_before(self, name: str) -> None:
-        """Add which convolution made the operand in one more call; empty: none did."""
+        """Record the convolution that computed the operand in one more call; empty: none."""
         self.layer_before = name if self.layer_before in (None, name) else ""
 
     def saw_softmax(self, softmax: bool | None) -> None:
-        """Add whether the operand was the output of a softmax in more calls (None: there were none)."""
+        """Record whether the operand was the output of a softmax in more calls (None: no calls)."""
         if softmax is not None:
             self.softmax = softmax and self.softmax is not False
 
     def tensor_of(self, call: int | None) -> int:
-        """Return the tensor of its group that a call reads, by the number of the call in its pass; -1: not known."""
+        """Return the tensor of its group that call ``call`` of a pass reads; -1: unknown."""
         tensors = self.tensors or ()
         return tensors[call] if call is not None and call < len(tensors) else -1
 

@@ -1,7 +1,7 @@
-"""A few of the calibration batches, kept to be run again.
+"""Calibration batches that are stored to run again.
 
-They are those whose contents have the smallest hashes, so that the choice does not depend on the order of batches: as
-many as have enough rows together, within bounds.
+The batches with the smallest hashes of their contents are stored, so the choice does not depend on their order. Their
+number depends on the number of samples, within limits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class Enough(NamedTuple):
-    """A number of batches: ``least``, and so many more that they have ``rows`` together, up to ``most``.
+    """A number of batches: ``least``, and more until they have ``rows`` samples, up to ``most``.
 
-    The rows of a batch are the length of the first axis of its first tensor.
+    The number of samples of a batch is the length of the first axis of its first tensor.
     """
 
     least: int
@@ -36,10 +36,10 @@ class Enough(NamedTuple):
 
 
 FEW = Enough(4, 8, 64)
-"""To compare settings of the whole model."""
+"""Enough to compare settings of the whole model."""
 
 MANY = Enough(4, 64, 512)
-"""To choose the codes of weights: with a few they fit these batches and no others."""
+"""Enough to choose integers of weights: with fewer batches they overfit."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 _DIGEST = 16  # bytes
@@ -50,46 +50,46 @@ Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The findings of plans on some batches, whatever their backend.
+    """Cached results of plans on some batches, shared by all backends.
 
     Attributes:
         errors: the errors of their outputs, see ``OutputError``.
-        choices: statistics with all that was chosen by running the batches, by a digest of what the choices depend on.
+        choices: statistics with all choices made by running the batches, by a digest of their inputs.
     """
 
     errors: dict[tuple[str, Hashable, str], float] = field(default_factory=dict)
     choices: dict[str, Seen] = field(default_factory=dict)
 
     def keep(self, digest: str, chosen: Seen) -> None:
-        """Keep choices, and forget those for other statistics than these: calibration has gone on since."""
+        """Store choices, and remove choices of an earlier state of the calibration."""
         for former in [key for key, seen in self.choices.items() if seen.batches != chosen.batches]:
             del self.choices[former]
         self.choices[digest] = replace(chosen.copy(), kept=None)
 
 
-class _Held(NamedTuple):
-    """A batch that is kept: its rows, and the ranks that have it."""
+class _StoredBatch(NamedTuple):
+    """A stored batch: its number of samples, and the ranks that have it."""
 
     rows: int
     ranks: tuple[int, ...]
 
 
 class ReplayBatches:
-    """Different batches, as (positional, keyword) inputs of the model.
+    """Distinct batches, as (positional, keyword) inputs of the model.
 
-    Under ``torch.distributed``, after ``shared``, they are those of all ranks, and an iteration gives a rank its part
-    of them. A batch that several ranks have is dealt out to one of them.
+    Under ``torch.distributed``, after ``shared``, they are those of all ranks, and iteration yields the part of a rank.
+    One rank runs a batch that several ranks have.
 
     Attributes:
-        known: what is known of plans on these batches; copies share it, those of other backends too.
-        types: the float types in which the model is given now what it was given in another one, see ``set_types``.
+        known: cached results of plans on these batches; copies share it, also for other backends.
+        types: the float types that replace the original ones of the inputs, see ``set_types``.
     """
 
     def __init__(
         self,
         kept: Mapping[bytes, Batch] | None = None,
         enough: Enough = FEW,
-        everywhere: Mapping[bytes, _Held] | None = None,
+        everywhere: Mapping[bytes, _StoredBatch] | None = None,
         known: Known | None = None,
     ) -> None:
         self._kept = dict(kept or {})
@@ -99,78 +99,78 @@ class ReplayBatches:
         self.types: Mapping[torch.dtype, torch.dtype] = {}
 
     def set_types(self, types: Mapping[torch.dtype, torch.dtype]) -> None:
-        """Give the model floats of other types from now on: its parameters were cast since the batches were kept."""
+        """Cast inputs to other float types from now on, after the parameters of the model were cast."""
         if types != self.types:
             self.types, self.known = types, Known()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def _all(self) -> Mapping[bytes, _Held]:
+    def _all(self) -> Mapping[bytes, _StoredBatch]:
         """Return the batches of all ranks, by their hashes."""
         if self._everywhere is not None and get_world_size() > 1:
             return self._everywhere
-        return {key: _Held(_rows(batch), (get_rank(),)) for key, batch in self._kept.items()}
+        return {key: _StoredBatch(_rows(batch), (get_rank(),)) for key, batch in self._kept.items()}
 
     def _part(self, keys: Collection[bytes]) -> dict[bytes, Batch]:
         """Return the batches among ``keys`` that this rank runs."""
-        held = self._all()
-        dealt = {key: held[key].ranks[place % len(held[key].ranks)] for place, key in enumerate(sorted(keys))}
+        stored = self._all()
+        dealt = {key: stored[key].ranks[place % len(stored[key].ranks)] for place, key in enumerate(sorted(keys))}
         return {key: in_types(self._kept[key], self.types) for key, rank in dealt.items() if rank == get_rank()}
 
     def _only(self, keys: Collection[bytes]) -> ReplayBatches:
-        """Return those among ``keys``."""
+        """Return the batches among ``keys``."""
         kept = {key: batch for key, batch in self._kept.items() if key in keys}
-        held = None if self._everywhere is None else {key: self._everywhere[key] for key in keys}
-        return self._with_types(ReplayBatches(kept, everywhere=held, known=self.known))
+        everywhere = None if self._everywhere is None else {key: self._everywhere[key] for key in keys}
+        return self._with_types(ReplayBatches(kept, everywhere=everywhere, known=self.known))
 
     def _with_types(self, other: ReplayBatches) -> ReplayBatches:
         other.types = self.types
         return other
 
     def copy(self) -> ReplayBatches:
-        """Return a copy that can keep other batches."""
+        """Return a copy that can store other batches."""
         return self._with_types(ReplayBatches(self._kept, self._enough, known=self.known))
 
     def few(self) -> ReplayBatches:
-        """Return those that would have been kept if a few had been enough."""
-        return self._only(_taken({key: held.rows for key, held in self._all().items()}, FEW))
+        """Return the batches that would have been stored with the limit ``FEW``."""
+        return self._only(_chosen_keys({key: stored.rows for key, stored in self._all().items()}, FEW))
 
     def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
-        """Return the hash and a copy of a batch for ``keep`` if it is to be kept; call this before the model runs."""
+        """Return the hash and a copy of a batch if it should be stored, else None; call before the model runs."""
         key = _hash((args, dict(keywords)))
         rows = {kept: _rows(batch) for kept, batch in self._kept.items()}
-        if key in rows or key not in _taken({**rows, key: _rows((args, keywords))}, self._enough):
+        if key in rows or key not in _chosen_keys({**rows, key: _rows((args, keywords))}, self._enough):
             return None
         return key, copied(args, keywords)
 
     def keep(self, key: bytes, batch: Batch) -> None:
-        """Keep a batch that ``wanted`` returned."""
+        """Store a batch that ``wanted`` returned."""
         self._kept[key] = batch
         rows = {kept: _rows(batch) for kept, batch in self._kept.items()}
-        self._kept = {kept: self._kept[kept] for kept in _taken(rows, self._enough)}
+        self._kept = {kept: self._kept[kept] for kept in _chosen_keys(rows, self._enough)}
 
     @property
     def digest(self) -> str:
-        """The hashes of all batches that are kept, hexadecimal."""
+        """The hashes of all stored batches, hexadecimal."""
         return b"".join(sorted(self._kept)).hex()
 
     def shared(self) -> ReplayBatches:
-        """Return the batches that one process would have kept of all ranks' data; all ranks must call this."""
-        whole = _gathered(self._kept)
-        rows = {key: count for of_rank in whole for key, count in of_rank.items()}
-        held = {
-            key: _Held(rows[key], tuple(rank for rank, of_rank in enumerate(whole) if key in of_rank))
-            for key in _taken(rows, self._enough)
+        """Return the batches that one process would store for the data of all ranks; all ranks must call this."""
+        per_rank = _gathered(self._kept)
+        rows = {key: count for of_rank in per_rank for key, count in of_rank.items()}
+        stored = {
+            key: _StoredBatch(rows[key], tuple(rank for rank, of_rank in enumerate(per_rank) if key in of_rank))
+            for key in _chosen_keys(rows, self._enough)
         }
-        kept = {key: batch for key, batch in self._kept.items() if key in held}
-        return self._with_types(ReplayBatches(kept, self._enough, held, self.known))
+        kept = {key: batch for key, batch in self._kept.items() if key in stored}
+        return self._with_types(ReplayBatches(kept, self._enough, stored, self.known))
 
     def halves(self) -> tuple[ReplayBatches, ReplayBatches]:
-        """Return two parts without a common batch, to choose on and to check on; with one batch both are that one."""
-        every = sorted(self._all())
-        first = every[: (len(every) + 1) // 2]
-        return self._only(first), self._only(every[len(first) :] or first)
+        """Return two disjoint halves, to choose on and to check on; a single batch is in both."""
+        keys = sorted(self._all())
+        first = keys[: (len(keys) + 1) // 2]
+        return self._only(first), self._only(keys[len(first) :] or first)
 
     @property
     def everywhere(self) -> int:
@@ -180,35 +180,35 @@ class ReplayBatches:
     @property
     def on_every_rank(self) -> bool:
         """True if each rank has all batches."""
-        return all(len(held.ranks) == get_world_size() for held in self._all().values())
+        return all(len(stored.ranks) == get_world_size() for stored in self._all().values())
 
     def in_turns(self) -> Iterator[Batch | None]:
-        """Yield a copy of each batch of all ranks, by their hashes; None for one that another rank runs."""
+        """Yield a copy of each batch of all ranks, by hash order; None for a batch that another rank runs."""
         keys = sorted(self._all())
         mine = self._part(keys)
         for key in keys:
             yield copied(*mine[key]) if key in mine else None
 
     def mine(self) -> dict[Hashable, Batch]:
-        """Return the batches that this rank runs, by their hashes, in their order."""
+        """Return the batches that this rank runs, by their hashes, in hash order."""
         mine = self._part(self._all())
         return {key: mine[key] for key in sorted(mine)}
 
     def __iter__(self) -> Iterator[Batch]:
-        # Copies, since a model may change its inputs, and the batches are run more than once.
+        # Copies, because a model may change its inputs, and the batches run more than once.
         return iter([copied(*batch) for batch in self.mine().values()])
 
 
 class DealtBatches:
-    """The batches of a calibration that all ranks are given alike, and of which each runs every so many-th.
+    """Batches that all ranks receive alike, and that the ranks run in rotation.
 
-    Each rank keeps those to run again that one process would keep, whichever rank runs them.
+    Each rank stores the batches that one process would store, whichever rank runs them.
     """
 
     def __init__(self, kept: Callable[[], ReplayBatches | None]) -> None:
         self._kept = kept
         self._count = 0
-        self._given = hashlib.blake2b(digest_size=_DIGEST)
+        self._received = hashlib.blake2b(digest_size=_DIGEST)
 
     def is_mine(self, batch: Any) -> bool:
         """Return whether this rank runs the next batch."""
@@ -218,11 +218,11 @@ class DealtBatches:
         for leaf in leaves((args, keywords)):
             if not isinstance(leaf, (Tensor, *_PLAIN)):
                 raise CalibrationError(
-                    f"batch {self._count} holds a {type(leaf).__name__}, by which ranks cannot tell whether they were "
-                    "given the same: with split=True batches are of tensors and plain values; without it each rank "
-                    "runs all of its own"
+                    f"batch {self._count} contains a {type(leaf).__name__}, which ranks cannot compare; with "
+                    "split=True, use batches of tensors and plain values, or remove split=True so that each rank runs "
+                    "its own batches"
                 )
-        self._given.update(_hash((args, keywords)))
+        self._received.update(_hash((args, keywords)))
         self._count += 1
         if is_mine(self._count - 1):
             return True
@@ -232,28 +232,28 @@ class DealtBatches:
         return False
 
     def check(self) -> None:
-        """Raise unless all ranks were given the same batches; all ranks must call this."""
-        given = all_gather_bytes(self._count.to_bytes(_COUNT, "big") + self._given.digest())
-        for rank, other in enumerate(given):
-            if other != given[0]:
-                counts = [int.from_bytes(each[:_COUNT], "big") for each in (other, given[0])]
+        """Raise unless all ranks received the same batches; all ranks must call this."""
+        received = all_gather_bytes(self._count.to_bytes(_COUNT, "big") + self._received.digest())
+        for rank, other in enumerate(received):
+            if other != received[0]:
+                counts = [int.from_bytes(each[:_COUNT], "big") for each in (other, received[0])]
                 raise CalibrationError(
-                    f"rank {rank} was given other batches than rank 0 ({counts[0]} and {counts[1]} of them): with "
-                    "split=True all ranks are given the same ones, in the same order; without it each runs all of its "
-                    "own"
+                    f"rank {rank} received other batches than rank 0 ({counts[0]} and {counts[1]} batches); with "
+                    "split=True, pass the same batches in the same order to all ranks, or remove split=True so that "
+                    "each rank runs its own batches"
                 )
 
 
 def in_types(batch: Batch, types: Mapping[torch.dtype, torch.dtype]) -> Batch:
-    """Return a batch with its tensors in other types, where ``types`` has one for theirs."""
+    """Return a batch with its tensors cast to the types that ``types`` maps theirs to."""
     if not types:
         return batch
 
     def cast(leaf: Any) -> Any:
         return leaf.to(types.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, Tensor) else leaf
 
-    in_others: Batch = mapped(cast, batch)
-    return in_others
+    result: Batch = mapped(cast, batch)
+    return result
 
 
 def _rows(batch: Batch) -> int:
@@ -261,19 +261,19 @@ def _rows(batch: Batch) -> int:
     return len(tensors[0]) if tensors else 1
 
 
-def _taken(rows: Mapping[bytes, int], enough: Enough) -> list[bytes]:
-    """Return the smallest keys whose batches are enough together; ``rows`` has the rows of each."""
-    taken: list[bytes] = []
+def _chosen_keys(rows: Mapping[bytes, int], enough: Enough) -> list[bytes]:
+    """Return the smallest keys whose batches are enough; ``rows`` has the number of samples of each."""
+    chosen: list[bytes] = []
     for key in sorted(rows):
-        full = len(taken) >= enough.least and sum(rows[other] for other in taken) >= enough.rows
-        if full or len(taken) == enough.most:
+        full = len(chosen) >= enough.least and sum(rows[other] for other in chosen) >= enough.rows
+        if full or len(chosen) == enough.most:
             break
-        taken.append(key)
-    return taken
+        chosen.append(key)
+    return chosen
 
 
 def _gathered(kept: Mapping[bytes, Batch]) -> list[dict[bytes, int]]:
-    """Return keys and rows of the batches of every rank."""
+    """Return the keys and numbers of samples of the batches of every rank."""
     mine = b"".join(key + _rows(batch).to_bytes(_COUNT, "big") for key, batch in sorted(kept.items()))
     entry = _DIGEST + _COUNT
     return [
@@ -294,6 +294,6 @@ def _hash(batch: Any) -> bytes:
         elif isinstance(leaf, _PLAIN):
             digest.update(repr(leaf).encode())
         else:
-            # The contents are unknown, so that no two objects count as equal.
+            # The contents are unknown, so no two objects count as equal.
             digest.update(f"{type(leaf)} {id(leaf)}".encode())
     return digest.digest()

@@ -1,10 +1,8 @@
-"""Statistics as bytes: to be saved, and to be sent to other processes.
+"""Statistics as bytes: to save them, and to send them to other processes.
 
-The bytes are those of a safetensors file: ``counts`` int64 [H, BINS], a row for each histogram, and ``document`` uint8,
-the rest as JSON. Adding snapshots is exact in any order: counts are integers, and bins of two widths merge without
-error.
-
-The fields of a snapshot except the counts of histograms, as types, and checks of their values.
+The bytes are a safetensors file: ``counts`` int64 [H, BINS], one row per histogram, and ``document`` uint8, all other
+values as JSON. Adding snapshots is exact in any order: counts are integers, and bins of two widths merge without error.
+Dataclasses define the fields of the document; loading checks their types and values.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ _SITE_FIELDS = tuple(
 
 
 def snapshot(seen: Seen) -> bytes:
-    """Return all statistics that a plan depends on, as bytes; batches that are kept to be run again are left out."""
+    """Return all statistics that a plan depends on, as bytes; batches stored for replay are not included."""
     records = [record for site in seen.records.values() for record in site.operands.values()]
-    # A migrated range is a group of its own, beside the one that was observed.
-    every = [*(record.group for record in records), *(record.smoothed for record in records)]
-    groups = list(dict.fromkeys(group for group in every if group is not None))
+    # A smoothed range has its own group, besides the observed one.
+    all_groups = [*(record.group for record in records), *(record.smoothed for record in records)]
+    groups = list(dict.fromkeys(group for group in all_groups if group is not None))
     places = {group: place for place, group in enumerate(groups)}
     rows: list[Tensor] = []
     document = {
@@ -53,9 +51,11 @@ def snapshot(seen: Seen) -> bytes:
         "rows": seen.rows,
         "chosen_at": seen.chosen_at,
         "only_zeros": seen.only_zeros,
-        # Of inputs of one size there is nothing to know.
+        # Inputs of one size need no record.
         **({"inputs": seen.inputs} if len(seen.inputs) > 1 else {}),
-        "sites": {path: _plain_site(record, places) for path, record in seen.records.items() if _is_told(path, record)},
+        "sites": {
+            path: _plain_site(record, places) for path, record in seen.records.items() if _is_saved(path, record)
+        },
         "groups": [_plain_group(group, rows) for group in groups],
         "regions": seen.regions.plain(),
         "read_outside": seen.read_outside,
@@ -73,11 +73,11 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
         products = [CountedProduct.from_plain(v, f"products[{n}]") for n, v in enumerate(document.products)]
         lost = [product.site for product in products if product.site not in (None, *document.sites)]
         if lost:
-            raise ValueError(f"products of {lost[0]!r}, which is no site")
+            raise ValueError(f"products of {lost[0]!r}, which is not a site")
     parameters = named_tensors(proxy)
     _require_model(document, paths, parameters)
     seen = Seen(
-        # Which results are observed depends on the target: others are left out, and those that are missing are unseen.
+        # The observed outputs depend on the target: others are dropped, and missing ones count as unobserved.
         records={path: SiteStatistics() for path in paths}
         | {path: _site(site, parameters) for path, site in document.sites.items() if path in paths},
         batches=document.batches,
@@ -95,7 +95,7 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
 
 
 def seen_inputs(data: bytes) -> tuple[InputShapes, ...]:
-    """Return the shapes of the inputs that a snapshot tells; none where all batches had one size."""
+    """Return the shapes of the inputs in a snapshot; empty if all batches had one size."""
     with _read(data) as (document, _):
         return tuple(document.inputs)
 
@@ -108,34 +108,34 @@ def _read(data: bytes) -> Iterator[tuple[SeenDocument, Tensor]]:
         counts = tensors["counts"]
         if counts.dtype != torch.int64 or counts.shape[1:] != (BINS,) or bool((counts < 0).any()):
             raise ValueError(
-                f"counts {counts.dtype} of shape {list(counts.shape)}, expected int64 [.., {BINS}], from 0"
+                f"counts: expected non-negative int64 [.., {BINS}], got {counts.dtype} {list(counts.shape)}"
             )
         yield seen_document(json_values(tensors["document"].numpy().tobytes()), len(counts)), counts
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise QuantizerError(
-            f"what was observed cannot be read, it is damaged: {error}; calibrate afresh, with calib(model)"
+            f"the saved statistics are damaged: {error}; calibrate again, with calib(model)"
         ) from error
 
 
 def add_over_ranks(calibrators: Sequence[Calibrator]) -> None:
-    """Replace the statistics of each calibrator by the sum over all ranks, which must all call this with as many."""
+    """Replace the statistics of each calibrator by the sum over all ranks; all ranks must pass as many."""
     if get_world_size() == 1:
         return
     rows: list[Tensor] = []
     text = bytearray(json.dumps([_plain_calibrator(calibrator, rows) for calibrator in calibrators]).encode())
     counts = torch.stack(rows) if rows else torch.zeros(0, BINS, dtype=torch.int64)
-    every = [
+    parts = [
         load(data)
         for data in all_gather_bytes(save({"counts": counts, "document": torch.frombuffer(text, dtype=torch.uint8)}))
     ]
     documents: list[tuple[SeenCalibrator, ...]] = [
         decoded(tuple[SeenCalibrator, ...], json.loads(part["document"].numpy().tobytes()), "calibrators")
-        for part in every
+        for part in parts
     ]
     for place, calibrator in enumerate(calibrators):
         first, *others = (
             _filled(calibrator.copy(), document[place], part["counts"])
-            for document, part in zip(documents, every, strict=True)
+            for document, part in zip(documents, parts, strict=True)
         )
         for other in others:
             first.merge(other)
@@ -144,12 +144,12 @@ def add_over_ranks(calibrators: Sequence[Calibrator]) -> None:
 
 
 def _require_model(document: SeenDocument, paths: Collection[str], parameters: Mapping[str, Tensor]) -> None:
-    """Raise if a snapshot is of another model."""
+    """Raise if a snapshot belongs to another model."""
     different = sorted(path for path in set(document.sites) ^ set(paths) if not path.endswith(f".{OUTPUT}"))
     if different:
         raise CalibrationError(
-            f"what was observed belongs to another model: {len(different)} sites differ, the first is "
-            f"{different[0]!r}; calibrate this model afresh, with calib(model)"
+            f"the statistics belong to another model: {len(different)} sites differ, the first is "
+            f"{different[0]!r}; calibrate this model again, with calib(model)"
         )
     for path, site in document.sites.items():
         for name, operand in site.operands.items():
@@ -161,30 +161,30 @@ def _require_model(document: SeenDocument, paths: Collection[str], parameters: M
             lost = computation is not None and not set(computation.inputs) <= set(parameters)
             if lost or parameter is None or (view is not None and view[2] + math.prod(view[0]) > parameter.numel()):
                 raise CalibrationError(
-                    f"what was observed belongs to another model: the weight {weight.path!r} of {path}.{name} is not "
-                    "there, or is smaller; calibrate this model afresh, with calib(model)"
+                    f"the statistics belong to another model: the weight {weight.path!r} of {path}.{name} is missing "
+                    "or smaller; calibrate this model again, with calib(model)"
                 )
 
 
-def _is_told(path: str, record: SiteStatistics) -> bool:
-    """Return whether a site is in a snapshot: of the sites of results those that were followed."""
+def _is_saved(path: str, record: SiteStatistics) -> bool:
+    """Return whether a site belongs into a snapshot: output sites only if they were observed."""
     return bool(record.operands) or not path.endswith(f".{OUTPUT}")
 
 
 def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dict[str, Any]:
     operands = {
         name: {
-            "weight": None if seen.weight is None else _plain_weight(seen.weight),
-            "axis": seen.axis,
-            "inner": seen.inner,
-            "softmax": bool(seen.softmax),
-            "ends_branch": seen.ends_branch,
-            "left": seen.left,
-            "group": None if seen.group is None else places[seen.group],
-            **_plain_equalized(seen),
-            **({"tensors": seen.tensors} if _tells_apart(seen) else {}),
+            "weight": None if operand.weight is None else _plain_weight(operand.weight),
+            "axis": operand.axis,
+            "inner": operand.inner,
+            "softmax": bool(operand.softmax),
+            "ends_branch": operand.ends_branch,
+            "left": operand.left,
+            "group": None if operand.group is None else places[operand.group],
+            **_plain_equalized(operand),
+            **({"tensors": operand.tensors} if _has_own_tensors(operand) else {}),
         }
-        for name, seen in record.operands.items()
+        for name, operand in record.operands.items()
     }
     return {
         **{name: getattr(record, name) for name in _SITE_FIELDS},
@@ -195,15 +195,15 @@ def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dic
     }
 
 
-def _tells_apart(seen: OperandRecord) -> bool:
-    return seen.tensors not in (None, (0,)) and seen.group is not None and seen.group.together is None
+def _has_own_tensors(operand: OperandRecord) -> bool:
+    return operand.tensors not in (None, (0,)) and operand.group is not None and operand.group.together is None
 
 
-def _plain_equalized(seen: OperandRecord) -> dict[str, Any]:
-    """Return what equalisation of convolutions adds."""
-    spread = None if seen.spread is None else seen.spread.tolist()
+def _plain_equalized(operand: OperandRecord) -> dict[str, Any]:
+    """Return the fields that cross-layer equalization adds."""
+    spread = None if operand.spread is None else operand.spread.tolist()
     return {
-        name: value for name, value in (("layer_before", seen.layer_before), ("spread", spread)) if value is not None
+        name: value for name, value in (("layer_before", operand.layer_before), ("spread", spread)) if value is not None
     }
 
 
@@ -269,14 +269,14 @@ def _site(site: SeenSite, parameters: Mapping[str, Tensor]) -> SiteStatistics:
     return SiteStatistics(**known, reads=set(site.reads), follows=set(site.follows), operands=operands)
 
 
-def _weight(seen: SeenWeight, parameters: Mapping[str, Tensor]) -> Weight:
-    if seen.path is None:
-        # An unregistered parameter is never quantized, so that its values are not needed.
+def _weight(saved: SeenWeight, parameters: Mapping[str, Tensor]) -> Weight:
+    if saved.path is None:
+        # An unregistered parameter is never quantized, so its values are not needed.
         return Weight((nn.Parameter(torch.empty(0)),), ())
-    if seen.computation is not None:
-        inputs = seen.computation.inputs
-        return Weight(tuple(parameters[path] for path in inputs), inputs, computation=seen.computation)
-    return Weight((parameters[seen.path],), (seen.path,), None if seen.view is None else WeightView(*seen.view))
+    if saved.computation is not None:
+        inputs = saved.computation.inputs
+        return Weight(tuple(parameters[path] for path in inputs), inputs, computation=saved.computation)
+    return Weight((parameters[saved.path],), (saved.path,), None if saved.view is None else WeightView(*saved.view))
 
 
 def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> None:
@@ -330,12 +330,12 @@ def _filled(calibrator: Calibrator, saved: SeenCalibrator, counts: Tensor) -> Ca
 
 
 _EXPONENTS = range(-200, 1100)
-"""log2 of a bin's width: from far below the smallest float to the largest double."""
+"""Allowed values of log2 of a bin width: from far below the smallest float to the largest double."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeenWeight:
-    """A parameter: its path (None: no module registered it), and shape, order and offset of the view, if it is one.
+    """A parameter: its path (None: no module registered it), and shape, order and offset if it is a view.
 
     ``computation``: how it is computed from parameters and buffers.
     """
@@ -403,7 +403,7 @@ class SeenCalibrator:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenPart(SeenCalibrator):
-    """A tensor of a pass by itself, see ``RangeGroup.parts``."""
+    """The range of one tensor of a pass, see ``RangeGroup.parts``."""
 
     chosen: tuple[float, str] | None
     channels_vary: bool
@@ -414,8 +414,7 @@ class SeenPart(SeenCalibrator):
 class SeenGroup(SeenCalibrator):
     """Operands with one range, see ``RangeGroup``.
 
-    ``migration`` is alpha and the factors; ``migration_axes`` are those of x and W, of the factors that make the
-    weights of two convolutions alike.
+    ``migration`` is alpha and the factors; ``migration_axes`` are the axes of x and W for cross-layer equalization.
     """
 
     operands: tuple[str, ...]
@@ -430,7 +429,7 @@ class SeenGroup(SeenCalibrator):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenDocument:
-    """A whole snapshot; ``regions`` and ``products`` are read by their own classes."""
+    """The document of a snapshot; other classes decode ``regions`` and ``products``."""
 
     batches: int
     chosen_at: int
@@ -461,15 +460,16 @@ def _faults(document: SeenDocument, rows: int) -> Iterator[str]:
         counts = {field: getattr(site, field) for field in ("calls", "fit", "multiply_adds", "sequence")}
         sizes = {field: getattr(site, field) or 0 for field in ("depth", "width", "rows", "head")}
         yield from _negative(place, counts | sizes)
-        for operand, seen in site.operands.items():
-            if seen.group is not None and not 0 <= seen.group < len(document.groups):
-                yield f"{place}.operands.{operand}.group: got {seen.group}, and there are {len(document.groups)} groups"
-            if min(seen.tensors or (0,)) < -1:
-                yield f"{place}.operands.{operand}.tensors: expected numbers from -1, got {list(seen.tensors or ())}"
-            view = None if seen.weight is None else seen.weight.view
+        for operand, record in site.operands.items():
+            if record.group is not None and not 0 <= record.group < len(document.groups):
+                known = f"there are {len(document.groups)} groups"
+                yield f"{place}.operands.{operand}.group: got {record.group}, but {known}"
+            if min(record.tensors or (0,)) < -1:
+                yield f"{place}.operands.{operand}.tensors: expected numbers >= -1, got {list(record.tensors or ())}"
+            view = None if record.weight is None else record.weight.view
             if view is not None and (sorted(view[1]) != list(range(len(view[0]))) or min((*view[0], view[2])) < 0):
-                yield f"{place}.operands.{operand}.weight.view: {view} is no view of a parameter"
-            computation = None if seen.weight is None else seen.weight.computation
+                yield f"{place}.operands.{operand}.weight.view: {view} is not a view of a parameter"
+            computation = None if record.weight is None else record.weight.computation
             for fault in () if computation is None else computation.faults():
                 yield f"{place}.operands.{operand}.weight.computation.{fault}"
     for number, group in enumerate(document.groups):
@@ -483,23 +483,23 @@ def _group_faults(place: str, group: SeenGroup, document: SeenDocument, rows: in
     for name in group.operands:
         path, _, operand = name.rpartition(".")
         if path not in document.sites or operand not in document.sites[path].operands:
-            yield f"{place}.operands: {name!r} is no operand of a site"
+            yield f"{place}.operands: {name!r} is not an operand of a site"
 
 
 def _range_faults(place: str, group: SeenGroup | SeenPart, rows: int) -> Iterator[str]:
     yield from _negative(place, {"count": group.count})
     if group.count and not group.minimum <= group.maximum:
-        yield f"{place}.minimum: got {group.minimum}, with a maximum of {group.maximum}"
+        yield f"{place}.minimum: {group.minimum} is above the maximum {group.maximum}"
     if group.channels is not None and len(group.channels[0]) != len(group.channels[1]):
-        yield f"{place}.channels: {len(group.channels[0])} lows and {len(group.channels[1])} highs"
+        yield f"{place}.channels: {len(group.channels[0])} minima, but {len(group.channels[1])} maxima"
     histogram = group.histogram
     if histogram is None:
         return
     yield from _negative(f"{place}.histogram", {"zeros": histogram.zeros})
     if not 0 <= histogram.row < rows:
-        yield f"{place}.histogram.row: got {histogram.row}, and there are {rows} histograms of {BINS} bins"
+        yield f"{place}.histogram.row: got {histogram.row}, but there are {rows} histograms of {BINS} bins"
     if histogram.exponent is not None and histogram.exponent not in _EXPONENTS:
-        yield f"{place}.histogram.exponent: got {histogram.exponent}, which is the width of no bin"
+        yield f"{place}.histogram.exponent: got {histogram.exponent}, which is not the exponent of a bin width"
 
 
 def _negative(place: str, values: Mapping[str, int]) -> Iterator[str]:

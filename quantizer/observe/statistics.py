@@ -1,14 +1,9 @@
 """The statistics of a proxy: of a site, of one pass, of a calibration, of several processes.
 
-They can be added in any order: those of a pass to a calibration in the same way as those of another process.
-
-Padding: which tokens are real, and which positions of a tensor belong to them.
-
-The meaning of an ``attention_mask`` depends on the model: 1 for a token and 0 for padding, as tokenizers write it;
-booleans of the opposite meaning; numbers to be added to scores; or which token may attend to which. Positions are left
-out only if the first meaning is certain: leaving out real tokens would spoil ranges, keeping padding costs little.
-
-The floating tensors of a model's output, of whatever structure.
+They can be added in any order, for passes and for processes. ``read_mask`` finds the padding of a batch. The meaning of
+an ``attention_mask`` depends on the model: 1 for a token and 0 for padding, as tokenizers write it; booleans of the
+opposite meaning; numbers to be added to scores; or a mask per pair of tokens. Positions are left out only if the first
+meaning is certain: leaving out real tokens would spoil ranges, keeping padding costs little.
 """
 
 from __future__ import annotations
@@ -37,11 +32,11 @@ from quantizer.utils.structure import leaves
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BiasShifts:
-    """Shifts of the biases of sites, against the mean error of their outputs.
+    """Shifts of the biases of sites, which cancel the mean error of their outputs.
 
     Attributes:
         shifts: float32 [C], by site.
-        notes: a text for each quantized site: that it has a shift, or why not.
+        notes: a note for each quantized site: that it has a shift, or why not.
     """
 
     shifts: Mapping[str, Tensor]
@@ -50,13 +45,13 @@ class BiasShifts:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RoundingProgress:
-    """Weights that are rounded already, of a model whose weights are rounded one after another.
+    """Weights that were already rounded when an interrupt stopped the rounding of a model.
 
     Attributes:
-        key: a checksum of all that the result depends on.
-        weights: the weights that were rounded for their own products, by ``SITE.OPERAND``.
-        reconstructed: those that were rounded for the outputs of blocks after that.
-        ranges: the amax of the ranges that were chosen with these, by the first operand of their groups.
+        key: a checksum of all inputs of the result.
+        weights: the weights that were rounded layer by layer, by ``SITE.OPERAND``.
+        reconstructed: the weights that were then rounded for the outputs of blocks.
+        ranges: the amax of the ranges that were learned with them, by the first operand of their groups.
     """
 
     key: str
@@ -67,21 +62,22 @@ class RoundingProgress:
 
 @dataclass(kw_only=True, slots=True)
 class Seen:
-    """The statistics of all sites, range groups and products.
+    """The statistics of all sites, range groups and counted operations.
 
     Attributes:
         records: by site name.
-        batches: the number of whole forward passes.
+        batches: the number of complete forward passes.
         rows: the number of samples in these.
         chosen_at: the number of batches when ranges were last chosen by running batches.
-        products: the products that torch computed, with their multiply-adds.
+        products: the matrix multiplications and convolutions that torch computed, with their multiply-adds.
         regions: modules with values beyond the range of float16.
-        kept: batches to run again (None: none are kept).
+        kept: batches to run again (None: none are stored).
         only_zeros: whether all inputs were all zeros.
-        read_outside: where code outside of sites computes with a parameter, by the parameter's path.
-        bias_shifts: the shifts of biases, and the number of batches when they were measured (None: they were not).
-        inputs: the shapes of the inputs, each set of them once, in the order in which they came.
-        rounding: the weights that are rounded already, if a choice of codes was interrupted (None: none was).
+        read_outside: the place outside of sites that reads a parameter, by the parameter's path.
+        bias_shifts: the shifts of biases, and the number of batches when they were measured (None: not measured).
+        inputs: the shapes of the inputs, without duplicates, in order of appearance.
+        rounding: the weights that are already rounded, if the choice of their integers was interrupted (None: it was
+            not).
     """
 
     records: dict[str, SiteStatistics]
@@ -105,43 +101,43 @@ class Seen:
     @property
     def groups(self) -> Iterator[RangeGroup]:
         """The groups whose ranges are used, each once."""
-        seen = (record.range for site in self.records.values() for record in site.operands.values())
-        yield from dict.fromkeys(group for group in seen if group is not None)
+        ranges = (record.range for site in self.records.values() for record in site.operands.values())
+        yield from dict.fromkeys(group for group in ranges if group is not None)
 
     def counted(self) -> tuple[CountedProduct, ...]:
-        """Return the products that torch computed, each with its multiply-adds."""
+        """Return the matrix multiplications and convolutions that torch computed, with their multiply-adds."""
         return tuple(replace(product, multiply_adds=number) for product, number in self.products.items())
 
     def constant_operands(self) -> dict[float, list[str]]:
-        """Return the activations (``SITE.OPERAND``) of which all values so far were one number, by that number."""
-        found: dict[float, list[str]] = {}
+        """Return the activations (``SITE.OPERAND``) with a single value so far, by that value."""
+        constants: dict[float, list[str]] = {}
         for path, record in self.records.items():
             for name, operand in record.operands.items():
                 calibrator = None if operand.group is None else operand.group.calibrator
                 if calibrator is not None and calibrator.count > 1 and calibrator.minimum == calibrator.maximum:
-                    found.setdefault(calibrator.minimum + 0.0, []).append(f"{path}.{name}")
-        return found
+                    constants.setdefault(calibrator.minimum + 0.0, []).append(f"{path}.{name}")
+        return constants
 
     def forget_choices(self) -> None:
-        """Discard all that was chosen by running batches: ranges, migration of outliers, codes, shifts."""
+        """Discard all choices made by running batches: ranges, SmoothQuant factors, integers, shifts."""
         self.chosen_at = 0
         self.bias_shifts = None
         for site in self.records.values():
             site.left = None
             for record in site.operands.values():
                 record.smoothed = record.left = record.rounded = record.spread = None
-        # Those of groups that had a migration too: without it they are in use again.
+        # Also for groups that were smoothed: without smoothing they are in use again.
         for group in self.groups:
             for each in (group, *group.parts):
                 each.chosen = None
 
     def take_choices(self, other: Seen) -> None:
-        """Take all that was chosen by running batches from equal statistics, and share nothing that changes."""
+        """Copy all choices made by running batches from equal statistics; mutable objects are not shared."""
         self.bias_shifts = other.bias_shifts
         migrated: dict[RangeGroup, RangeGroup] = {}
         for path, site in other.records.items():
             if path not in self.records:
-                # A result that nothing followed, of a target that follows some.
+                # An output site that exists only for another target.
                 continue
             self.records[path].left = site.left
             for name, record in site.operands.items():
@@ -155,13 +151,13 @@ class Seen:
                     mine.smoothed = migrated.setdefault(record.smoothed, record.smoothed.copy())
 
     def with_added(self, other: Seen) -> Seen:
-        """Return the sum of these statistics and others, and change neither.
+        """Return the sum of these statistics and others; both stay unchanged.
 
-        So a batch counts as a whole or not at all, wherever this is interrupted.
+        An interrupt therefore never adds a part of a batch.
         """
-        whole = self.copy()
-        whole.add(other)
-        return whole
+        total = self.copy()
+        total.add(other)
+        return total
 
     def copy(self) -> Seen:
         """Return a copy; adding to it does not change the original."""
@@ -174,7 +170,7 @@ class Seen:
             return replace(record, group=None if group is None else groups[group])
 
         def site(record: SiteStatistics) -> SiteStatistics:
-            operands = {name: operand(seen) for name, seen in record.operands.items()}
+            operands = {name: operand(operand_record) for name, operand_record in record.operands.items()}
             return replace(
                 record,
                 reasons=list(record.reasons),
@@ -192,9 +188,9 @@ class Seen:
         )
 
     def add(self, other: Seen) -> None:
-        """Add other statistics, which must not change any more.
+        """Add other statistics, which must not change afterwards.
 
-        Kept batches are not added: which ones to keep depends on those of all batches, see ``ReplayBatches``.
+        Stored batches are not added, because the choice depends on all batches, see ``ReplayBatches``.
         """
         self.batches += other.batches
         self.rows += other.rows
@@ -206,12 +202,12 @@ class Seen:
         self.read_outside = {**other.read_outside, **self.read_outside}
         for path, record in other.records.items():
             self.records[path].add(record)
-        every = (operand.group for record in other.records.values() for operand in record.operands.values())
-        for group in dict.fromkeys(group for group in every if group is not None):
+        groups = (operand.group for record in other.records.values() for operand in record.operands.values())
+        for group in dict.fromkeys(group for group in groups if group is not None):
             self._add_group(group, other)
 
     def join(self, record: OperandRecord, group: RangeGroup, name: str) -> int:
-        """Add an operand to a group, together with the operand's former group; return how far its tensors move up."""
+        """Add an operand and its former group to a group; return the index offset of the former group's tensors."""
         if record.group is group:
             return 0
         if record.group is None:
@@ -222,22 +218,22 @@ class Seen:
         moved = group.append(former)
         group.operands += former.operands
         for other in self.records.values():
-            for seen in other.operands.values():
-                if seen.group is former:
-                    seen.group = group
-                    seen.tensors = seen.tensors and tuple(-1 if n < 0 else n + moved for n in seen.tensors)
+            for operand in other.operands.values():
+                if operand.group is former:
+                    operand.group = group
+                    operand.tensors = operand.tensors and tuple(-1 if n < 0 else n + moved for n in operand.tensors)
         return moved
 
     def _add_group(self, added: RangeGroup, other: Seen) -> None:
         named = [(name, self._operand(name)) for name in added.operands]
-        # An operand that is a weight in other calls needs no range: it varies, which is the reason of its site.
+        # An operand that is a weight in other calls needs no range, because its site is not quantized.
         members = [(name, record) for name, record in named if record.weight is None]
         group = next((record.group for _, record in members if record.group is not None), None)
         if group is None:
             group = replace(added.copy(), operands=[])
         else:
             group.add(added)
-            # Operands that read one tensor in some batches, and others elsewhere, number them in other ways.
+            # Operands that read one tensor in some batches, but not in others, number their tensors differently.
             if any(other.has_range(name) for name in group.operands if name not in added.operands):
                 group.keep_together("")
         for name, record in members:
@@ -262,25 +258,25 @@ class Seen:
 class SiteStatistics:
     """The statistics of one site over all its calls.
 
-    The dimensions of the product are None before the first call, and 0 if they vary, as a sequence length does.
+    GEMM dimensions are None before the first call, and 0 if they vary, as a sequence length does.
 
     Attributes:
         kind: the kind of the site, which depends on its operands (None: no call yet).
         calls: the number of all calls.
-        fit: the number of calls whose operands can be rounded.
-        reasons: why the operands of other calls cannot.
+        fit: the number of calls whose operands can be quantized.
+        reasons: why the operands of other calls cannot be quantized.
         reads: the paths of the parameters among its operands.
-        depth: K of the product.
-        width: N of the product.
-        rows: M of the product; 0 also if it includes a batch axis.
-        head: the head size, for a product of an attention.
-        sequence: the length of the longest sequence, for a product of an attention; else 0.
+        depth: the GEMM dimension K.
+        width: the GEMM dimension N.
+        rows: the GEMM dimension M; 0 also if it includes a batch axis.
+        head: the head size, for a MatMul of an attention.
+        sequence: the length of the longest sequence, for a MatMul of an attention; else 0.
         multiply_adds: the multiply-adds of all calls together.
         operands: the records of its operands, by name.
-        experts: how many rows each expert of a grouped product had; empty for any other product.
-        follows: the sites whose operands, or whose results, must be quantized for this one to be: of the result of a
-            convolution that one, of an add the outputs among its operands.
-        left: why the site is left in float, judged by the model's output (None: it is not).
+        experts: the number of rows of each expert of a grouped MatMul; empty for any other operation.
+        follows: the sites that must be quantized for this one to be: for the output of a convolution that convolution,
+            for an add the outputs among its operands.
+        left: why the site is not quantized, judged by the model's output (None: it may be quantized).
     """
 
     kind: Kind | None = None
@@ -300,12 +296,12 @@ class SiteStatistics:
     follows: set[str] = field(default_factory=set)
 
     def add_experts(self, rows: list[int]) -> None:
-        """Add how many rows each expert had."""
+        """Add the number of rows of each expert."""
         self.experts = [sum(pair) for pair in zip_longest(self.experts, rows, fillvalue=0)]
 
     @property
     def unreached(self) -> list[int]:
-        """The experts that no row of calibration reached."""
+        """The experts that no calibration sample reached."""
         return [number for number, rows in enumerate(self.experts) if rows == 0]
 
     def add(self, other: SiteStatistics) -> None:
@@ -337,7 +333,7 @@ class SiteStatistics:
 
 
 def merge_dimension(first: int | None, second: int | None) -> int | None:
-    """Merge a GEMM dimension of two calls: None if unseen, 0 if it varies."""
+    """Merge a GEMM dimension of two calls: None if unknown, 0 if it varies."""
     if first is None or second is None:
         return second if first is None else first
     return first if first == second else 0
@@ -352,9 +348,9 @@ def same_weight(first: Weight | None, second: Weight | None) -> bool:
 
 
 def why_varies(*weights: Weight | None) -> str:
-    """Return why a site is not quantized whose operand is not the same weight in all calls."""
+    """Return why a site is not quantized if its operand is not the same weight in all calls."""
     if all(weight is not None and weight.computation is not None for weight in weights):
-        return ReasonCode.FROM_PARAMETERS.text(why="and in another way in another call")
+        return ReasonCode.FROM_PARAMETERS.text(why="but differently in different calls")
     return ReasonCode.VARIES.text()
 
 
@@ -363,16 +359,15 @@ _AXES = 2  # of a mask [B, S]
 
 
 def padding_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> Tensor | None:
-    """Return the mask [B, S] among a model's inputs, True where a token is real; None if no padding is certain."""
+    """Return the mask [B, S] among a model's inputs, True for real tokens; None if no padding is certain."""
     return read_mask(keywords, args)[0]
 
 
 def read_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> tuple[Tensor | None, str | None]:
-    """Return the mask of ``padding_mask``, and why an ``attention_mask`` is ignored (None: it is used, or masks
-    nothing)."""
+    """Return the result of ``padding_mask``, and a warning if an ``attention_mask`` is ignored (else None)."""
     mask = keywords.get(_NAME)
     if not isinstance(mask, Tensor) or mask.numel() == 0 or bool((mask == mask.flatten()[0]).all()):
-        # All values are equal: nothing is masked, as every batch has a token.
+        # All values are equal: nothing is masked, because every batch has a token.
         return None, None
     others = {**{str(place): value for place, value in enumerate(args)}, **keywords}
     doubt = _doubt(mask, {name: value for name, value in others.items() if isinstance(value, Tensor)})
@@ -380,27 +375,27 @@ def read_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> tuple[
         return mask.bool(), None
     kind = str(mask.dtype).removeprefix("torch.")
     return None, (
-        f"{_NAME} ({kind} {list(mask.shape)}) is not certainly 1 for tokens and 0 for padding: {doubt}; so padding, if "
-        "there is any, is observed like all else. Give it as integers [batch, sequence], or batches without padding"
+        f"{_NAME} ({kind} {list(mask.shape)}) may not be 1 for tokens and 0 for padding: {doubt}. It is ignored, so "
+        "padding counts as tokens; pass integers [batch, sequence], or batches without padding"
     )
 
 
 def without_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool = False) -> Tensor:
     """Return the real positions of an operand [B, .., S, ..]; all positions unless exactly one axis has the length S.
 
-    Values at padding are not used by the model, yet can determine the range.
+    The model does not use values at padding, yet they can determine the range.
 
     Args:
         value: the operand.
-        mask: [B, S], True where a token is real; None: all are real.
-        channels_last: whether the last axis is known to be no sequence.
+        mask: [B, S], True for real tokens; None: all are real.
+        channels_last: whether the last axis is known to be the channel axis.
     """
     axis = _token_axis(value, mask, channels_last)
     return value if mask is None or axis is None else value.movedim(axis, 1)[mask]
 
 
 def with_zeroed_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool = False) -> Tensor:
-    """Return an operand [B, .., S, ..] with zeros at its padding; which that is, see ``without_padding``."""
+    """Return an operand [B, .., S, ..] with zeros at its padding; arguments as in ``without_padding``."""
     axis = _token_axis(value, mask, channels_last)
     if mask is None or axis is None:
         return value
@@ -409,7 +404,7 @@ def with_zeroed_padding(value: Tensor, mask: Tensor | None, *, channels_last: bo
 
 
 def _token_axis(value: Tensor, mask: Tensor | None, channels_last: bool) -> int | None:
-    """Return the axis of the tokens of a mask [B, S] in a value; None without a mask, or if it cannot be told."""
+    """Return the axis of the tokens of a mask [B, S] in a value; None without a mask, or if it is ambiguous."""
     if mask is None or value.dim() < _AXES + 1 or value.shape[0] != mask.shape[0]:
         return None
     axes = [axis for axis in range(1, value.dim() - channels_last) if value.shape[axis] == mask.shape[1]]
@@ -425,41 +420,43 @@ def has_padding(output: Tensor, mask: Tensor | None) -> bool:
 
 
 def output_without_padding(output: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the real positions of an output [B, S, ..]; an output of another shape as it is."""
+    """Return the real positions of an output [B, S, ..]; outputs of another shape are unchanged."""
     return output[mask] if has_padding(output, mask) else output
 
 
 def _doubt(mask: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
     """Return why a mask may have another meaning; None if it cannot. ``inputs`` are the model's tensors, by name."""
     if mask.dtype == torch.bool:
-        return "booleans may be True for either"
+        return "booleans may be True for tokens or for padding"
     if mask.is_floating_point() or mask.is_complex():
         return "its numbers may be added to scores"
     if mask.dim() != _AXES:
         return f"it has {mask.dim()} axes"
     if not bool(((mask == 0) | (mask == 1)).all()):
-        return "it has other numbers"
+        return "it has values other than 0 and 1"
     real = mask.bool()
     changes = (real[:, 1:] != real[:, :-1]).sum(1)
     left_or_right = bool(real[:, 0].all()) or bool(real[:, -1].all())
     if not left_or_right or int(changes.max()) > 1:
-        return "not every row has its tokens together, on one side in all rows"
+        return "the tokens are not contiguous on the same side in all samples"
     return _doubt_beside(real, {name: value for name, value in inputs.items() if not name.endswith("mask")})
 
 
 def _doubt_beside(real: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
-    """Return why the other inputs leave a doubt that ``real`` [B, S] marks the real tokens; None if they do not."""
-    alike = {name: value for name, value in inputs.items() if value.shape[:_AXES] == real.shape}
-    if not alike:
-        return "no other input has that batch and sequence"
-    if any(name.startswith("decoder") for name in alike):
-        return "the decoder's inputs are as long, and whose values are whose cannot be told"
-    values = [value for value in alike.values() if value.shape == real.shape and not value.is_floating_point()]
+    """Return why the other inputs leave it unclear that ``real`` [B, S] marks real tokens; None if they do not."""
+    same_shape = {name: value for name, value in inputs.items() if value.shape[:_AXES] == real.shape}
+    if not same_shape:
+        return "no other input has the same batch and sequence axes"
+    if any(name.startswith("decoder") for name in same_shape):
+        return "the decoder's inputs have the same length, so the mask may belong to either"
+    values = [value for value in same_shape.values() if value.shape == real.shape and not value.is_floating_point()]
     pairs = [(_constant(value[real]), _constant(value[~real])) for value in values]
-    if any(shown and not hidden for shown, hidden in pairs):
-        return "where it is 1 the tokens are all the same one, as padding is"
-    if real.shape[0] == real.shape[1] and not any(hidden and not shown for shown, hidden in pairs):
-        return "it is square, and may say which token sees which"
+    if any(real_is_constant and not padding_is_constant for real_is_constant, padding_is_constant in pairs):
+        return "all positions with 1 have the same token, as padding has"
+    if real.shape[0] == real.shape[1] and not any(
+        padding_is_constant and not real_is_constant for real_is_constant, padding_is_constant in pairs
+    ):
+        return "it is square and may be a mask per pair of tokens"
     return None
 
 
@@ -468,8 +465,7 @@ def _constant(values: Tensor) -> bool:
 
 
 _MASK = 1e18
-"""The magnitude from which on a value is a mask, such as that of logits that must not be chosen; its square is finite
-in float32."""
+"""Values of at least this magnitude are masks, such as suppressed logits; the square is finite in float32."""
 
 
 def floats(output: Any) -> list[Tensor]:
@@ -478,7 +474,7 @@ def floats(output: Any) -> list[Tensor]:
 
 
 def is_no_mask(values: Tensor) -> Tensor:
-    """Return which values, bool [*], are results, and no infinities or numbers next to them."""
+    """Return which values, bool [*], are results rather than masks or infinities."""
     return values.abs() < _MASK
 
 
@@ -486,7 +482,7 @@ def flat_output(output: Any, mask: Tensor | None) -> Tensor:
     """Return all floating tensors of an output as one float64 vector without padding."""
     tensors = floats(output)
     if not tensors:
-        raise SensitivityError(f"the model's output ({type(output).__name__}) holds no floating-point tensor")
+        raise SensitivityError(f"the model's output ({type(output).__name__}) contains no floating-point tensor")
     parts = [output_without_padding(tensor.detach(), mask).double().flatten() for tensor in tensors]
-    # Not copied twice; an output of float64 was not copied once.
+    # ``double`` copied the tensor already, unless it was float64.
     return parts[0] if len(parts) == 1 and tensors[0].dtype != torch.float64 else torch.cat(parts)

@@ -1,13 +1,11 @@
-"""Origins of tensors: the product before one, or operations on parameters alone.
+"""Origins of tensors: the layer, MatMul, add or softmax before one, or a computation from parameters only.
 
 The origin of a tensor is the last site that computed it or its inputs. A dispatch mode sees every operation below
 Python and passes the origin of the inputs on to the result. The table of origins is keyed by identity and keeps no
 tensor alive; nothing is stored on tensors. The mode runs for every operation of a pass, so it does little for each.
 
-Readers of the results of convolutions: the values that they read give an output quantizer its range.
-
-A rectifier or a move (a maximum of neighbours, a reshaping) commutes with rounding, so that an engine computes it in
-integers between a convolution and its output quantizer. What counts are the values that anything else reads.
+``OutputReaders`` finds the values that other operations read of a convolution's output. A ReLU or a move (max pooling,
+a reshape) commutes with quantization, so an engine computes it in integers before the output quantizer.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from quantizer.proxy.weight import RANDOM, Computation, Step, is_transformed, pl
 from quantizer.rewrite.torch_products import COMPOSITE, PRODUCTS, is_composite, product_name
 
 _DEEPEST = 100
-"""The most calls one on the result of the other: a weight is made in a few, and a recurrence in thousands."""
+"""The largest depth of nested calls: a weight takes a few, a recurrence thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +60,13 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """A tensor that cannot be made again."""
+    """A tensor that cannot be recomputed."""
 
     why: str
 
 
 class ParameterSteps:
-    """The calls that made tensors of parameters, buffers and constants alone, in one pass.
+    """The calls of one pass that computed tensors from parameters, buffers and constants only.
 
     The table is keyed by identity and keeps no tensor alive.
     """
@@ -79,20 +77,20 @@ class ParameterSteps:
         self._made: dict[int, tuple[weakref.ref[Tensor], _Made, int]] = {}
 
     def add(self, function: Any, args: Any, keywords: Any, result: Any) -> None:
-        """Record a call all of whose tensors come from parameters, buffers and constants."""
-        given, named = kept = _pytree.tree_map_only(Tensor, self._found, (args, keywords))
-        before = [one.call for one in _pytree.tree_leaves(kept) if isinstance(one, _Made)]
-        depth = 1 + max((one.depth for one in before), default=0)
+        """Record a call whose tensors all come from parameters, buffers and constants."""
+        positional, named = sources = _pytree.tree_map_only(Tensor, self._source_of, (args, keywords))
+        before = [item.call for item in _pytree.tree_leaves(sources) if isinstance(item, _Made)]
+        depth = 1 + max((item.depth for item in before), default=0)
         why = why_not_repeated(function) if depth <= _DEEPEST else f"in more than {_DEEPEST} steps"
-        # Dropout writes its random numbers in place, and of the two reasons this is the one that matters.
-        why = RANDOM if any(one.why == RANDOM for one in before) else why
-        call = _Call(function, given, named, why, depth)
+        # Dropout writes its random numbers in place; randomness is the more useful of the two reasons.
+        why = RANDOM if any(item.why == RANDOM for item in before) else why
+        call = _Call(function, positional, named, why, depth)
         for output, tensor in enumerate(result if isinstance(result, (tuple, list)) else [result]):
             if isinstance(tensor, Tensor):
                 self._made[id(tensor)] = (weakref.ref(tensor), _Made(call, output), self._writes(tensor))
 
     def hold(self, values: Iterable[Tensor]) -> bool:
-        """Return whether calls that are recorded made all these tensors, or the model registered them."""
+        """Return whether recorded calls computed all these tensors, or the model registered them."""
         return all(
             id(value) in self._paths or ((known := self._made.get(id(value))) is not None and known[0]() is value)
             for value in values
@@ -102,19 +100,19 @@ class ParameterSteps:
         """Return how a tensor was computed, or why that cannot be repeated."""
         written = _Written(value)
         try:
-            found = written.reference(self._found(value))
+            reference = written.reference(self._source_of(value))
         except _CannotBeRepeated as error:
             return str(error)
-        return Computation(tuple(written.inputs), tuple(written.steps), found.get("output", 0))
+        return Computation(tuple(written.inputs), tuple(written.steps), reference.get("output", 0))
 
-    def _found(self, value: Tensor) -> _Source | _Made | _Lost:
+    def _source_of(self, value: Tensor) -> _Source | _Made | _Lost:
         known = self._made.get(id(value))
         if known is not None and known[0]() is value:
             same = known[2] == self._writes(value) or known[1].call.why == RANDOM
-            return known[1] if same else _Lost("and changed in place")
+            return known[1] if same else _Lost("and is changed in place")
         if id(value) in self._paths and not self._writes(value):
             return _Source(self._paths[id(value)])
-        return _Lost("from a tensor that no module of the model has registered, or that a call changes")
+        return _Lost("from a tensor that no module of the model registers, or that a call changes")
 
 
 class _CannotBeRepeated(Exception):
@@ -122,7 +120,7 @@ class _CannotBeRepeated(Exception):
 
 
 class _Written:
-    """A computation while it is written down, the calls in the order in which they ran."""
+    """The recorded steps of a computation, in the order in which they ran."""
 
     def __init__(self, value: Tensor) -> None:
         self.inputs: list[str] = []
@@ -130,17 +128,17 @@ class _Written:
         self._device = value.device
         self._places: dict[_Call, int] = {}
 
-    def reference(self, found: object) -> Any:
-        """Return what stands for a tensor, and write down the calls that made it; None for what is no tensor."""
-        if isinstance(found, _Lost):
-            raise _CannotBeRepeated(found.why)
-        if isinstance(found, _Source):
-            if found.path not in self.inputs:
-                self.inputs.append(found.path)
-            return {"input": self.inputs.index(found.path)}
-        if not isinstance(found, _Made):
+    def reference(self, source: object) -> Any:
+        """Return the reference to a tensor, and record the calls that computed it; None for other values."""
+        if isinstance(source, _Lost):
+            raise _CannotBeRepeated(source.why)
+        if isinstance(source, _Source):
+            if source.path not in self.inputs:
+                self.inputs.append(source.path)
+            return {"input": self.inputs.index(source.path)}
+        if not isinstance(source, _Made):
             return None
-        call = found.call
+        call = source.call
         if call not in self._places:
             if call.why is not None:
                 raise _CannotBeRepeated(call.why)
@@ -150,7 +148,7 @@ class _Written:
                 raise _CannotBeRepeated(f"by {call.function}, whose {error}") from error
             self._places[call] = len(self.steps)
             self.steps.append(Step(str(call.function), arguments))
-        return {"step": self._places[call], "output": found.output}
+        return {"step": self._places[call], "output": source.output}
 
 
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
@@ -167,7 +165,7 @@ _PART_OF_PRODUCT = frozenset(
         torch.ops.aten._native_batch_norm_legit_no_training.default,
     }
 )
-"""Operations that an engine computes together with the product before them, or not at all."""
+"""Operations that an engine fuses into the layer before them, or removes."""
 
 _CHANNELWISE = frozenset(
     {
@@ -180,10 +178,10 @@ _CHANNELWISE = frozenset(
         torch.ops.aten.minimum.default,
     }
 )
-"""Operations through which a factor of a channel of a convolution's output can move."""
+"""Operations that commute with a factor per channel of a convolution's output."""
 
 _NUMBERS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
-"""Operations that give Python code a number of a tensor."""
+"""Operations that return a Python number from a tensor."""
 
 _UNWRITTEN = frozenset(
     f"aten::{name}"
@@ -192,19 +190,19 @@ _UNWRITTEN = frozenset(
         *("resize", "resize_", "resize_as", "resize_as_"),
     )
 )
-"""Operations whose result is memory as other code left it, in full or at its end."""
+"""Operations whose result is uninitialized memory, in full or at its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The last product, add or softmax on the way to a tensor.
+    """The last layer, MatMul, add or softmax before a tensor.
 
     Attributes:
-        kind: ``weighted`` (a linear or convolution), ``product`` (of two activations), ``add`` (of two tensors),
-            ``softmax`` or ``parameter`` (computed from parameters alone).
+        kind: ``weighted`` (a linear layer or convolution), ``product`` (a MatMul of two activations), ``add`` (of two
+            tensors), ``softmax`` or ``parameter`` (computed from parameters only).
         name: the path of the site; empty for softmax and parameters.
-        direct: whether the tensor is the product's result itself and not computed from it.
-        channelwise: whether only operations through which a factor of a channel can move are in between.
+        direct: whether the tensor is the result itself and not computed from it.
+        channelwise: whether all operations in between commute with a factor per channel.
     """
 
     kind: str
@@ -218,7 +216,7 @@ _OF_SOFTMAX = Origin("softmax", "")
 
 
 class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that tracks origins, and reports every product and every operation."""
+    """A dispatch mode that tracks origins, and reports every operation."""
 
     def __init__(
         self,
@@ -229,15 +227,14 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """
         Args:
-            counter: receives every product.
-            magnitudes: receive every operation.
+            counter: receives every matrix multiplication and convolution.
+            magnitudes: receives every operation.
             read: receives every parameter, or view of one, that code outside of sites computes with.
-            outputs: receives every operation outside of sites.
-        """
+            outputs: receives every operation outside of sites."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._read = read
         self._outputs = outputs
-        # By id, with the tensor, since a new tensor may get the id of a deleted one. torch's WeakIdKeyDictionary does
+        # By id, with the tensor, because a new tensor may get the id of a deleted one. torch's WeakIdKeyDictionary does
         # the same, but takes several Python calls.
         self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
         self._constants: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -248,14 +245,14 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._magnitudes = magnitudes
 
     def mark(self, value: Any, origin: Origin) -> None:
-        """Set the origin of ``value``."""
         if isinstance(value, Tensor):
             self._origins[id(value)] = (weakref.ref(value), origin)
 
     def mark_constants(self, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]) -> None:
-        """Mark the buffers of the model, by path, as independent of its inputs until something writes into them.
+        """Mark the buffers of the model, by path, as independent of its inputs until they are written.
 
-        Those of whole numbers are not: what they look up in a parameter often depends on the length of the inputs.
+        Integer buffers are not marked: the entries that they look up in a parameter often depend on the length of the
+        inputs.
         """
         buffers = list(buffers)
         self._steps = ParameterSteps(self._writes_into, [*buffers, *parameters])
@@ -265,10 +262,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._constants[id(value)] = (weakref.ref(value), memory)
 
     def computation(self, value: Tensor, path: str) -> Computation | str | None:
-        """Return how the module of a path computed a tensor from parameters and constants alone.
-
-        Or return why that cannot be repeated; None if it did not.
-        """
+        """Return how a module computed a tensor from parameters only, or why it cannot be repeated; else None."""
         if not self._steps.hold([value]):
             return None
         if any(reader == path or reader.startswith(f"{path}." if path else "") for reader in self._number_readers):
@@ -281,7 +275,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 0 if memory is None else self._written[memory]
 
     def version(self, value: Tensor) -> int:
-        """Return how often a tensor was written; torch counts this too, but not under ``inference_mode``."""
+        """Return how often a tensor was written; torch's own counter is missing under ``inference_mode``."""
         if not value.is_inference():
             return value._version
         return self._writes_into(value)
@@ -291,9 +285,9 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The isinstance is slow, and the type alone rules it out for most tensors: no parameter is a plain Tensor.
         if type(value) is not Tensor and isinstance(value, nn.Parameter):
             return _OF_PARAMETERS
-        found = self._origins.get(id(value))
-        if found is not None and found[0]() is value:
-            return found[1]
+        known = self._origins.get(id(value))
+        if known is not None and known[0]() is value:
+            return known[1]
         constant = self._constants.get(id(value))
         unwritten = constant is not None and constant[0]() is value and not self._written[constant[1]]
         return _OF_PARAMETERS if unwritten else None
@@ -304,12 +298,12 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         composite, product = _known_of(func)
         if composite and not any(tensor.is_nested for tensor in _tensors(args)):
-            # Only under inference_mode: elsewhere torch decomposes it before the mode sees it.
+            # Only under inference_mode; otherwise torch decomposes it before the mode sees it.
             with self:
                 return func._op_dk(COMPOSITE, *args, **kwargs)
         inputs = _tensors((*args, *kwargs.values()))
         outputs = self._outputs
-        # A site's operands are noted by itself.
+        # A site reports its own operands.
         followed = None if outputs is None or self._counter.in_site else outputs.computes(func, args, inputs)
         result = _filled(func, args, kwargs)
         if outputs is not None and followed is not None:
@@ -337,26 +331,26 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._magnitudes.see(func, args, kwargs, result, self._counter.frames)
         if self._read is not None and not func.is_view and not self._counter.in_site:
             for tensor in inputs:
-                made = self.origin(tensor)
-                if made is not None and made.kind == "parameter":
+                source = self.origin(tensor)
+                if source is not None and source.kind == "parameter":
                     self._read(tensor)
         return result
 
     def _joined(self, inputs: Iterable[Tensor]) -> Origin | None:
-        """Return the origin of a result of ``inputs``: of the first with one; ``parameter`` only if all have that.
+        """Return the origin of a result: of the first input that has one; ``parameter`` only if all inputs have it.
 
-        Integers count as inputs: the rows that an embedding looks up in a parameter depend on the data.
+        Integers count as inputs: the entries that an embedding looks up depend on the data.
         """
-        parameters, others = None, False
+        parameters, unknown = None, False
         for tensor in inputs:
             origin = self.origin(tensor)
             if origin is None:
-                others = True
+                unknown = True
             elif origin.kind != "parameter":
                 return origin
             else:
                 parameters = origin
-        return None if others else parameters
+        return None if unknown else parameters
 
 
 def _memory(value: Tensor) -> int | None:
@@ -368,23 +362,23 @@ def _memory(value: Tensor) -> int | None:
 
 
 def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation, with zeros where it leaves memory as it was.
+    """Return the result of an operation, with zeros instead of uninitialized memory.
 
-    Such memory holds what other code wrote there: values of no model, and other ones each time.
+    Uninitialized values differ at each run and would enter the ranges.
     """
     if not _leaves_memory(func):
         return func(*args, **kwargs)
     before = args[0].numel() if func._schema.is_mutable and args and isinstance(args[0], Tensor) else 0
     result = func(*args, **kwargs)
     if isinstance(result, Tensor) and _memory(result) is not None and not result.is_quantized:
-        rest = result if before == 0 else result.view(-1)[before:] if result.is_contiguous() else result[:0]
-        rest.zero_()
+        uninitialized = result if before == 0 else result.view(-1)[before:] if result.is_contiguous() else result[:0]
+        uninitialized.zero_()
     return result
 
 
 @cache
 def _leaves_memory(func: Any) -> bool:
-    """Return whether an operation gives memory that nobody has written."""
+    """Return whether an operation returns uninitialized memory."""
     return func.name().partition(".")[0] in _UNWRITTEN
 
 
@@ -396,18 +390,18 @@ def _writes(func: Any) -> bool:
 
 @cache
 def _known_of(func: Any) -> tuple[bool, str | None]:
-    """Return whether an operation is composite, and its name among the products."""
+    """Return whether an operation is composite, and its name in ``PRODUCTS``."""
     return is_composite(func), product_name(func)
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            found += [item for item in value if isinstance(item, Tensor)]
-    return found
+            tensors += [item for item in value if isinstance(item, Tensor)]
+    return tensors
 
 
 _aten = torch.ops.aten
@@ -429,26 +423,26 @@ def _name(func: Any) -> str:
 
 
 class OutputReaders:
-    """The tensors of one pass that an output site rounds, or that are moved or rectified ones of such."""
+    """The tensors of one pass that are, or derive by moves and ReLUs from, the result of an output site."""
 
     def __init__(self, observe: Callable[[Site, Tensor, int], None]) -> None:
         self._observe = observe
-        # As in OriginTracker: a new tensor may get the id of a deleted one.
+        # As in OriginTracker, because a new tensor may get the id of a deleted one.
         self._sites: dict[int, tuple[weakref.ref[Tensor], Site, int]] = {}
         self._whole: set[int] = set()
 
     def begin(self, value: Tensor, site: Site, call: int) -> None:
-        """Follow the result of a call, by its number in the pass."""
+        """Follow the result of call ``call`` of a pass."""
         self._follow(value, site, call)
         self._whole.add(id(value))
 
     def site_of(self, value: Any) -> Site | None:
-        """Return the output site that rounds a tensor; None if none does."""
-        found = self._sites.get(id(value))
-        return found[1] if found is not None and found[0]() is value else None
+        """Return the output site of a tensor; None if it has none."""
+        known = self._sites.get(id(value))
+        return known[1] if known is not None and known[0]() is value else None
 
     def take(self, value: Tensor) -> Site | None:
-        """Return the output site of the result of a call that nothing has read yet, and follow it no more."""
+        """Return the output site of a result that was not read yet, and stop following it; else None."""
         site = self.site_of(value)
         if site is None or id(value) not in self._whole:
             return None
@@ -457,14 +451,14 @@ class OutputReaders:
         return site
 
     def read(self, value: Any) -> None:
-        """Note that a tensor is read."""
+        """Record that a tensor is read."""
         site = self.site_of(value)
         if site is not None:
             self._whole.discard(id(value))
             self._observe(site, value, self._sites[id(value)][2])
 
     def computes(self, func: Any, args: Iterable[Any], inputs: Iterable[Tensor]) -> tuple[Site, int] | None:
-        """Note that an operation reads tensors; return the output site and call of its result (None: of none)."""
+        """Record that an operation reads tensors; return the output site and call of its result (None: none)."""
         if not self._sites:
             return None
         followed = [(tensor, site) for tensor in inputs if (site := self.site_of(tensor)) is not None]
@@ -479,7 +473,7 @@ class OutputReaders:
         return None
 
     def follow_results(self, result: Any, site: Site, call: int) -> None:
-        """Follow what a rectifier or a move made."""
+        """Follow the results of a ReLU or a move."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self._follow(tensor, site, call)
@@ -489,7 +483,7 @@ class OutputReaders:
 
 
 def _keeps_zero(name: str, limits: list[Any]) -> bool:
-    """Return whether a rectifier has 0 as its lower limit, so that it commutes with rounding."""
+    """Return whether an activation clamps at 0 from below, so that it commutes with quantization."""
     if name.startswith("relu"):
         return True
     low = limits[0] if limits else (-1.0 if name.startswith("hardtanh") else None)

@@ -173,7 +173,7 @@ class Coverage(Rows[Site]):
 
     def below(self) -> list[Shown | str]:
         """Return the blocks below the table: modules that exceed float16, and operations that are not quantized."""
-        wide = [f"in a rest of float16, {self.regions.text()}"] if self.regions.wide else []
+        wide = [f"if non-quantized operations run in float16, {self.regions.text()}"] if self.regions.wide else []
         return [*wide, *([self.not_quantized] if len(self.not_quantized) else [])]
 
 

@@ -208,7 +208,7 @@ def _from_plain(
         check_plan(sites, plan, tensors)
         lost = {product.site for product in products} - {None} - set(plan)
         if lost:
-            raise ValueError(f"products of {sorted(map(str, lost))[0]!r}, which is no site")
+            raise ValueError(f"products of {sorted(map(str, lost))[0]!r}, which is not a site")
     except ValueError as error:
         raise QuantizerError(f"{place} is damaged: {error}") from error
     return plan, products

@@ -115,9 +115,9 @@ def _raises(batches: list[Any], expected: str, error: type[Exception] = Calibrat
 
 def _misfits(rank: int, folder: str) -> None:
     _start(rank, folder)
-    _raises(_data()[rank:], r"rank 1 was given other batches than rank 0 \(6 and 7 of them\)")
-    _raises([x * (1 + rank) for x in _data()], r"rank 1 was given other batches than rank 0 \(7 and 7 of them\)")
-    _raises([{"x": x, "cache": object()} for x in _data()], "batch 0 holds a object, by which ranks cannot tell")
+    _raises(_data()[rank:], r"rank 1 received other batches than rank 0 \(6 and 7 batches\)")
+    _raises([x * (1 + rank) for x in _data()], r"rank 1 received other batches than rank 0 \(7 and 7 batches\)")
+    _raises([{"x": x, "cache": object()} for x in _data()], "batch 0 contains a object, which ranks cannot tell")
     _leave()
 
 

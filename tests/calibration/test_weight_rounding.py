@@ -403,10 +403,10 @@ def test_a_folder_holds_the_codes(config: dict[str, Any], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda codes: codes[:-1], r"codes: their shape \[47, 32\] does not fit scales \[48\] along axis 0"),
+        (lambda codes: codes[:-1], r"codes: the shape \[47, 32\] does not fit scales \[48\] along axis 0"),
         (lambda codes: codes.float(), "codes: expected a tensor of torch.int8, got torch.float32"),
         (lambda codes: codes + 9, "codes: expected -8 to 7, got "),
-        (lambda codes: codes.sum().to(torch.int8), r"codes: their shape \[\] does not fit"),
+        (lambda codes: codes.sum().to(torch.int8), r"codes: the shape \[\] does not fit"),
     ],
 )
 def test_damaged_codes_are_refused(change: Any, message: str, tmp_path: Path) -> None:

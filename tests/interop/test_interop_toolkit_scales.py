@@ -171,8 +171,8 @@ UNMATCHED: list[tuple[str, Any, str]] = [
     ("up.weight_quantizer._amax", torch.ones(64, 2), "is per block"),
     ("up.input_quantizer._amax", torch.tensor(float("nan")), "finite and at least 0"),
     ("up.input_quantizer._amax", torch.tensor(-1.0), "finite and at least 0"),
-    ("up.input_quantizer._amax", torch.tensor(1), "expected a floating-point tensor, got torch.int64"),
-    ("up.input_quantizer._amax", 1.0, "expected a floating-point tensor, got float"),
+    ("up.input_quantizer._amax", torch.tensor(1), "a tensor of floats is needed, got torch.int64"),
+    ("up.input_quantizer._amax", 1.0, "a tensor of floats is needed, got float"),
 ]
 
 
@@ -258,7 +258,7 @@ def test_scales_of_weights_use_the_steps_of_the_target(backend: str) -> None:
     assert max(int(steps.abs().max()) for steps in stored) == 64
     # The same by hand, as of a target that uses all steps.
     q.load_scales({f"{UP}.weight": weight.abs().amax(1) / 127})
-    with pytest.raises(CalibrationError, match=rf"{UP}\.weight: .* codes up to 127.*saturate beyond codes of 64: give"):
+    with pytest.raises(CalibrationError, match=rf"{UP}\.weight: .* integers up to 127.*saturate beyond 64: use"):
         q.quantize(model)
     q.load_scales({f"{UP}.weight": before[f"{UP}.weight"]})
     q.quantize(model)

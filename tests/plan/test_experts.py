@@ -207,5 +207,5 @@ def test_all_experts_see_every_token(all_experts: bool, unreached: int) -> None:
 def test_all_experts_of_another_kind_are_refused() -> None:
     quantizer = Quantizer(backend="openvino", preset="plain", activations={"all_experts": True})
     calib = quantizer.calib(Experts())
-    with pytest.raises(CalibrationError, match="expected one argument with the numbers of the experts"):
+    with pytest.raises(CalibrationError, match="expected one argument with expert indices"):
         calib(**batch(1))

@@ -65,7 +65,7 @@ def test_a_place_that_is_none(saved: tuple[Path, nn.Module, Quantizer], tmp_path
     document = yaml.safe_load((folder / "quantizer.yaml").read_text())
     document["sites"][0]["operands"][0]["group"] = 7
     (folder / "quantizer.yaml").write_text(yaml.safe_dump(document))
-    with pytest.raises(QuantizerError, match=r"is damaged: group 7 of 'linears\.0\..*' is none of 1 long_groups"):
+    with pytest.raises(QuantizerError, match=r"is damaged: group 7 of 'linears\.0\..*' is beyond the 1 long_groups"):
         Quantizer.load(folder)
 
 

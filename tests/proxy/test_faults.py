@@ -129,10 +129,10 @@ CALIBRATION: Faults = [
     ("a wrong shape", lambda: _calibrated(None, X, X[:, 1:]), r"batch 1 .*\(a Tensor\).*Mlp\.forward.*shapes"),
     ("NaN in an input", lambda: _calibrated(None, {"x": X}, {"x": NAN}), "batch 1 .*'x' has NaN"),
     ("NaN in an argument", lambda: _calibrated(None, NAN), "batch 0 .*'argument 0' has NaN"),
-    ("NaN of the model's own", _calibrated_with_a_log, r"batch 1 .*b\.forward\.linear_0\.input: NaN in its values"),
+    ("NaN of the model's own", _calibrated_with_a_log, r"batch 1 .*b\.forward\.linear_0\.input: NaN among the values"),
     ("train mode", lambda: _plain().calib(Mlp()).train()(X), r"the proxy is in train mode.*call \.eval\(\)"),
     ("resume", lambda: _plain().calib(Mlp(), resume=True), r"resume=True\) needs an earlier calib\(\)"),
-    ("a call around forward", lambda: _calibrated(Around()), "Around.__call__ does not run forward as torch"),
+    ("a call around forward", lambda: _calibrated(Around()), "Around.__call__ does not call forward through"),
 ]
 PROXY: Faults = [
     ("calib of another model", lambda: _calibrated().calib(Mlp().eval()), SERVED),

@@ -242,7 +242,7 @@ def test_threads_of_the_model_in_several_passes_are_refused() -> None:
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(proxy, torch.randn(4, 16)) for _ in range(2)]
         errors = [run.exception() for run in runs]
-    assert all("which batch it is part cannot be told" in str(error) for error in errors)
+    assert all("so its batch is unknown" in str(error) for error in errors)
 
 
 # -- ways of calling -----------------------------------------------------------------------------------------------

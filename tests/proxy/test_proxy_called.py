@@ -14,7 +14,7 @@ from quantizer import Quantizer
 
 MULTIPLY = partial(torch.matmul)
 CATALOGUE = "the operation is not in the catalogue"
-TEXT = "source that cannot be rewritten"
+TEXT = "the source cannot be rewritten"
 
 
 OPERATOR = "torch.ops.aten._addmm_activation(rows.new_zeros(rows.shape[1]), rows, self.weight).view_as(x)"
@@ -29,7 +29,7 @@ CALLS = {
     "self.table['multiply'](x, self.weight)": "self.table['multiply'] is an expression that gives matmul",
     "multiply = torch.matmul; x = multiply(x, self.weight)": "multiply is a local name for matmul",
     "getattr(F, 'linear')(x, self.weight)": "is an expression that gives linear",
-    "next(map(self.projected, [x]))": "next: what that calls is known only when it runs",
+    "next(map(self.projected, [x]))": "next: the called function is known only at run time",
     f"rows = x.flatten(0, 1); x = {OPERATOR}": "forward: torch.ops.aten._addmm_activation",
 }
 

@@ -344,7 +344,7 @@ def test_damaged_products_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(QuantizerError, match=r"products\[1\]\.reason: expected one of .*, got 'other'"):
         Quantizer.load(folder)
     file.write_text(text.replace("site: linear.forward.linear_0", "site: elsewhere"))
-    with pytest.raises(QuantizerError, match="damaged: products of 'elsewhere', which is no site"):
+    with pytest.raises(QuantizerError, match="damaged: products of 'elsewhere', which is not a site"):
         Quantizer.load(folder)
 
 

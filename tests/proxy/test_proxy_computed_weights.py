@@ -273,11 +273,11 @@ BAD: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "random factor": (lambda m, x: m.weight * torch.rand(32, 32), "with random numbers"),
     "length": (lambda m, x: (m.weight * 2)[: len(x)], "and in another way in another call"),
     "picked": (lambda m, x: m.bank[len(x) % 2] * 2, "and in another way in another call"),
-    "in place": (_emptied, "and changed in place"),
-    "data in place": (_filled, "and changed in place"),
-    "a buffer that changes": (_counted, "in a way that gives other values when it is repeated"),
+    "in place": (_emptied, "and is changed in place"),
+    "data in place": (_filled, "and is changed in place"),
+    "a buffer that changes": (_counted, "and gives other values when the computation is repeated"),
     "a number": (lambda m, x: m.weight / m.bank[0, 0, 0].item(), "and from numbers that Python code reads from"),
-    "unregistered": (lambda m, x: m.loose[0] * 2, "from a tensor that no module of the model has registered"),
+    "unregistered": (lambda m, x: m.loose[0] * 2, "from a tensor that no module of the model registers"),
     "long": (lambda m, x: sum([m.weight * 2] * 120, m.weight), "in more than 100 steps"),
 }
 

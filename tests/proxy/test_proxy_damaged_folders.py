@@ -78,13 +78,19 @@ def test_a_plan_that_is_nested_too_deep_is_no_crash(folder: Path) -> None:
             lambda d: d["sites"][1]["operands"][0].update(axis="x"),
             r"sites\[1\].operands\[0\].axis: expected a whole number or null, got 'x'",
         ),
-        (lambda d: d["sites"][0]["operands"][1].update(axis=None), r"operands\[1\].axis: None .* does not fit scales \[24\]"),
+        (
+            lambda d: d["sites"][0]["operands"][1].update(axis=None),
+            r"operands\[1\].axis: None .* does not fit scales \[24\]",
+        ),
         (lambda d: d["sites"][0]["operands"][1].update(dtype="int9"), r"operands\[1\].dtype: expected one of int8"),
         (lambda d: d["sites"][0]["operands"][0].update(zero_point=3), "zero_point: expected none for int8, got 3"),
         (lambda d: d["sites"][0]["operands"][1].update(view={"shape": [2], "order": [1]}), "view.order: expected"),
         (lambda d: d["sites"][0]["operands"][0].update(name="other"), "the tensor .* belongs to no operand|scale: "),
         (lambda d: d["products"][0].update(reason="none such"), r"products\[0\].reason: expected one of"),
-        (lambda d: d["products"][0].update(site=None), r"products\[0\].reason: is null for a product of no site"),
+        (
+            lambda d: d["products"][0].update(site=None),
+            r"products\[0\].reason: is null for an operation outside of sites",
+        ),
         (lambda d: d["fingerprint"]["0.bias"].__setitem__(0, [float("inf")]), "fingerprint of the weights .* damaged"),
         (lambda d: d["fingerprint"]["0.bias"].__setitem__(0, "16"), "fingerprint of the weights .* damaged"),
         (lambda d: d["fingerprint"]["0.bias"].__setitem__(3, 10**400), "fingerprint of the weights .* damaged"),
@@ -142,7 +148,7 @@ def test_a_product_of_no_site_is_refused(folder: Path) -> None:
     text = bytes(tensors["document"].tolist()).replace(b'"site": "0.', b'"site": "9.')
     tensors["document"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     save_file(tensors, folder / "observed.safetensors")
-    with pytest.raises(QuantizerError, match=r"damaged: products of '9\..*', which is no site"):
+    with pytest.raises(QuantizerError, match=r"damaged: products of '9\..*', which is not a site"):
         Quantizer.load(folder).calib(_model(), resume=True)
 
 

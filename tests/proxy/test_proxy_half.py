@@ -238,7 +238,7 @@ def test_the_variance_of_a_normalization_counts() -> None:
 
 def test_what_stays_float32_is_said_and_kept(tmp_path: Path) -> None:
     quantizer = calibrated(Stream(1e6), data())
-    said = "6 modules stay float32: their values are beyond float16, the largest"
+    said = "6 modules stay float32: their values exceed float16, the largest"
     assert said in quantizer.coverage.text()
     loaded = Quantizer.load(quantizer.save(tmp_path / "saved"))
     assert loaded.coverage.regions.wide == quantizer.coverage.regions.wide
@@ -415,7 +415,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Quantizer, nn.Mo
     model, x = Stream(1.0, first=2e3), data()
     quantizer = calibrated(model, x)
     path = tmp_path_factory.mktemp("half") / "model.onnx"
-    with pytest.warns(UserWarning, match="4 modules stay float32: their values are beyond float16"):
+    with pytest.warns(UserWarning, match="4 modules stay float32: their values exceed float16"):
         quantizer.export(quantizer.quantize(model), path, x)
     return quantizer, model, path
 

@@ -79,7 +79,7 @@ def test_values_beyond_float32_are_refused(name: str) -> None:
     calibrator = make_calibrator(name, histogram=True)
     calibrator.observe(torch.tensor([1.0, -2.0], dtype=torch.float64))
     for value in (1e300, -1e39, 3.4028235677973366e38):
-        with pytest.raises(CalibrationError, match=r"beyond what float32 holds, in which scales are kept"):
+        with pytest.raises(CalibrationError, match=r"exceeds float32, the type of scales"):
             calibrator.observe(torch.tensor([value, 1.0], dtype=torch.float64))
     calibrator.observe(torch.tensor([3e38], dtype=torch.float64))
     assert calibrator.count == 3

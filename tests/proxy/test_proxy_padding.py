@@ -48,23 +48,29 @@ MASK = tokens()["attention_mask"]
 MAX_LENGTH = tokens((6, 5, 2))
 
 DOUBTFUL: dict[str, tuple[dict[str, Tensor], str]] = {
-    "booleans": (_changed(attention_mask=MASK.bool()), "booleans may be True for either"),
-    "booleans, true for padding": (_changed(attention_mask=~MASK.bool()), "booleans may be True for either"),
+    "booleans": (_changed(attention_mask=MASK.bool()), "booleans may be True for tokens or for padding"),
+    "booleans, true for padding": (
+        _changed(attention_mask=~MASK.bool()),
+        "booleans may be True for tokens or for padding",
+    ),
     "additive": (_changed(attention_mask=(1 - MASK) * -1e4), "added to scores"),
     "floats": (_changed(attention_mask=MASK.float()), "added to scores"),
     "causal": (_causal(torch.long), "square"),
     "of each head": (_changed(attention_mask=MASK[:, None, None]), "4 axes"),
-    "segments": (_changed(attention_mask=MASK * 2), "other numbers"),
-    "holes": (_changed(attention_mask=MASK * torch.tensor([1, 0, 1, 1, 1, 1, 1, 1])), "tokens together"),
-    "both sides": (_changed(attention_mask=torch.cat([MASK[:2], MASK[2:].flip(1)])), "one side"),
-    "an empty row": (_changed(attention_mask=MASK * torch.tensor([[1], [1], [0]])), "one side"),
-    "the other way round": (_changed(attention_mask=1 - MASK), "tokens together|one side"),
+    "segments": (_changed(attention_mask=MASK * 2), "values other than 0 and 1"),
+    "holes": (_changed(attention_mask=MASK * torch.tensor([1, 0, 1, 1, 1, 1, 1, 1])), "tokens are not contiguous"),
+    "both sides": (_changed(attention_mask=torch.cat([MASK[:2], MASK[2:].flip(1)])), "same side"),
+    "an empty row": (_changed(attention_mask=MASK * torch.tensor([[1], [1], [0]])), "same side"),
+    "the other way round": (_changed(attention_mask=1 - MASK), "tokens are not contiguous|same side"),
     "the other way round, all padded": (
         {**MAX_LENGTH, "attention_mask": 1 - MAX_LENGTH["attention_mask"]},
-        "all the same one",
+        "have the same token",
     ),
     "of a cache": (_changed(input_ids=torch.ones(BATCH, 1).long()), "no other input"),
-    "a decoder": (_changed(decoder_input_ids=torch.ones(BATCH, LENGTH).long()), "decoder's inputs are as long"),
+    "a decoder": (
+        _changed(decoder_input_ids=torch.ones(BATCH, LENGTH).long()),
+        "decoder's inputs have the same length",
+    ),
 }
 
 

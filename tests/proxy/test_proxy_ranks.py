@@ -344,5 +344,5 @@ def test_damaged_histograms(damage: dict[str, Tensor] | bytes, tmp_path: Path) -
         save_file(damage, folder / "observed.safetensors")
     loaded = Quantizer.load(folder)  # what is decided is whole
     assert loaded.scales()
-    with pytest.raises(QuantizerError, match="what was observed cannot be read, it is damaged"):
+    with pytest.raises(QuantizerError, match="the saved statistics are damaged"):
         loaded.calib(_model(), resume=True)

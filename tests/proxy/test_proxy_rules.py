@@ -302,7 +302,7 @@ def test_residual_add_auto_refuses_outliers() -> None:
     assert not operand.quantized
     assert operand.sqnr_db is not None
     assert operand.sqnr_db < 30
-    assert "below 33 dB" in (operand.reason or "")
+    assert "below the limit of 33 dB" in (operand.reason or "")
     # The measured ratio is that of the data.
     rounded = torch.fake_quantize_per_tensor_affine(x, float(operand.scale), 0, -128, 127)  # type: ignore[arg-type]
     true = 10 * torch.log10(x.square().sum() / (x - rounded).square().sum())

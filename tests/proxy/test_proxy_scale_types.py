@@ -169,7 +169,7 @@ def test_channels_with_small_scales_are_named_and_kept_in_the_file(tmp_path: Pat
     q = Quantizer(preset="plain", backend="tensorrt")
     q.calibrate(model, [X])
     (row,) = [row for row in q.coverage.rows if row.name == "0.forward.linear_0"]
-    assert "weight: 1 of 64 scales are below float16's normal numbers" in row.reason
+    assert "weight: 1 of 64 scales are below float16's smallest normal number" in row.reason
     path = q.export(q.quantize(model), tmp_path / "model.onnx", X)
     half = onnx.TensorProto.FLOAT16
     assert any(tensor.data_type == half for tensor in onnx.load(path).graph.initializer)

@@ -164,7 +164,9 @@ def test_a_scale_holds_for_the_whole_range_group() -> None:
 
 def test_operands_of_a_range_group_must_agree() -> None:
     q = _calibrated(twins().eval())
-    with pytest.raises(CalibrationError, match=r"two\.forward.*0\.25, but one\.forward\S+ has 0\.5: they read one"):
+    with pytest.raises(
+        CalibrationError, match=r"two\.forward.*0\.25, but one\.forward\S+ has 0\.5: they read the same"
+    ):
         q.load_scales(
             {"one.forward.linear_0.input": torch.tensor(0.5), "two.forward.linear_0.input": torch.tensor(0.25)}
         )

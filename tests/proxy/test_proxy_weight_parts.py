@@ -136,7 +136,7 @@ def test_a_given_scale_whose_steps_saturate_is_refused() -> None:
     }
     # The product's own scales have 64 steps, which the target adds.
     with_scales_of_weights(given, model, torch.float32, 64)
-    with pytest.raises(CalibrationError, match="saturate beyond codes of 32"):
+    with pytest.raises(CalibrationError, match="saturate beyond 32"):
         with_scales_of_weights(given, model, torch.float32, 32)
 
 

@@ -132,7 +132,7 @@ def sample_record() -> RunRecord:
                 operation="mkldnn_rnn_layer",
                 multiply_adds=6_144_000,
                 share=0.0162,
-                reason="compiled recurrence",
+                reason="inside a compiled recurrent layer",
                 detail="LSTM",
             ),
         ),

@@ -47,7 +47,9 @@ ADD = _site(
 )
 NEVER = _site("layer.0.forward.linear_9", "linear", reason="never ran in calibration")
 QUIET = _site("layer.0.forward.add_0", "residual_add", reason="the add broadcasts an operand")
-OUTSIDE = UnquantizedProduct(path="lstm", operation="lstm", multiply_adds=60, share=0.6, reason="compiled recurrence")
+OUTSIDE = UnquantizedProduct(
+    path="lstm", operation="lstm", multiply_adds=60, share=0.6, reason="inside a compiled recurrent layer"
+)
 SITES = (QUERY, KEY, ADD, NEVER, QUIET)
 RANKING = (
     GroupSensitivity(group="qk", kind="linear", error=0.5, rank=1),

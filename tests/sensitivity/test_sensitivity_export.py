@@ -82,7 +82,7 @@ def test_values_beyond_float16_stay_float32(tmp_path: Path) -> None:
         "kept in float by fallback(names=['last']), in float32: calibration observed 2.05e+05 here"
     )
     assert reason.endswith("and the maximum of float16 is 65504")
-    with pytest.warns(UserWarning, match="3 modules stay float32: their values are beyond float16, the largest 2.05e"):
+    with pytest.warns(UserWarning, match="3 modules stay float32: their values exceed float16, the largest is 2.05e"):
         path = quantizer.export(quantizer.quantize(model), tmp_path / "float32.onnx", x)
     # Both linears with their weights; only the model's input and output are half.
     assert onnx.TensorProto.FLOAT16 not in _element_types(path)
