@@ -1,6 +1,7 @@
-"""``Algorithm``: a function from plan to plan that runs kept batches again, and ``Work``: what it is given.
+"""The interface of algorithms: ``Algorithm`` maps a plan to a plan, ``Work`` is its input.
 
-The parts that all choices of codes by data share: weights without a choice, and the work before an interrupt.
+An algorithm runs stored batches again. The file also holds the code that all algorithms share which choose integers of
+weights: weights without a choice, and progress that survives an interrupt.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from quantizer.utils.registry import Registry
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Proxied:
-    """A proxy as one quantizer calibrates it.
+    """A proxy with the settings of its calibration.
 
     Attributes:
         settings: the settings of the calibration.
-        module: the proxy, or a model that was instrumented in place; never the user's float model, so that keeping
-            this keeps no model alive.
+        module: the proxy, or a model that was instrumented in place; never the user's float model, which stays free to
+            be deleted.
         sites: all sites of ``module``, in the order of its modules.
-        excluded: the rule that leaves out a site or operand, by ``SITE`` or ``SITE.OPERAND``.
+        excluded: the rule that excludes a site or operand, by ``SITE`` or ``SITE.OPERAND``.
         skipped: calls and functions whose source could not be rewritten.
         patches: the operator patches in the rewritten source, by name.
-        weights: the scales of weights that plans of it were made with.
+        weights: the cached scales of weights.
     """
 
     settings: Settings
@@ -56,7 +57,7 @@ class Proxied:
     weights: ScaledWeights = field(default_factory=ScaledWeights)
 
     def planned(self, plan: Collection[str]) -> list[Site]:
-        """Return the sites that a plan has: without those of results that nothing followed in calibration."""
+        """Return the sites of a plan; output sites that calibration did not observe are not in it."""
         return [site for site in self.sites if site.path in plan]
 
 
@@ -77,7 +78,7 @@ def proxied(settings: Settings, module: nn.Module, source: nn.Module | None = No
 
 
 def proxied_copy(settings: Settings, model: nn.Module) -> Proxied:
-    """Return a new proxy of a float model, in eval mode and with eager attention; see ``proxied`` for errors."""
+    """Return a new proxy of a float model, in eval mode and with eager attention."""
     return proxied(settings, build_proxy(model, eager_attention=True).eval(), model)
 
 
@@ -91,14 +92,14 @@ def _none(settings: Settings) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Algorithm:
-    """An algorithm that runs kept batches again, and notes its choices in the statistics, which decide the plan anew.
+    """An algorithm that runs stored batches again and records its choices in the statistics, from which plans follow.
 
     Attributes:
-        wanted: whether settings ask for it.
+        wanted: whether the settings request it.
         run: returns the plan with its choices.
-        batches: how many batches are kept for it.
-        channels: the kinds of site for whose inputs it needs the range of each channel.
-        needs_batches: whether there is no plan without kept batches; otherwise there is a default.
+        batches: how many batches are stored for it.
+        channels: the kinds of site whose inputs need a range per channel.
+        needs_batches: whether no plan exists without stored batches; otherwise there is a default.
     """
 
     wanted: Callable[[Settings], bool]
@@ -109,7 +110,7 @@ class Algorithm:
 
 
 algorithms: Registry[Algorithm] = Registry("algorithm", of="object", has=("wanted", "run"))
-"""Those of other packages: ``algorithms.add(name)(Algorithm(...))`` adds one, which runs after the package's own."""
+"""Algorithms of other packages; ``algorithms.add(name)(Algorithm(...))`` adds one that runs after the built-in ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -117,7 +118,7 @@ class Work:
     """A calibrated proxy, whose observation is paused, with its statistics.
 
     Attributes:
-        observed: the statistics, in which choices are noted.
+        observed: the statistics, in which choices are recorded.
         error: the error of the model's output with a plan.
         planned: the settings of a plan.
     """
@@ -129,7 +130,7 @@ class Work:
 
     @classmethod
     def of(cls, proxy: Proxied, observed: Seen) -> Work:
-        """Return the work on a proxy, with the settings of its plan: all that it depends on besides the data."""
+        """Return the work on a proxy, with the settings of its plan."""
         settings = proxy.settings
         planned = PlanSettings(
             formats=formats_for(
@@ -152,39 +153,40 @@ class Work:
 
     @property
     def settings(self) -> Settings:
-        """The settings of the calibration."""
         return self.proxy.settings
 
     @property
     def kept(self) -> ReplayBatches:
-        """All batches that are kept."""
+        """The stored batches; a CalibrationError if there are none."""
         if self.observed.kept is None:
-            raise CalibrationError("no batch was kept for the algorithms: add them to `algorithms` before calibration")
+            raise CalibrationError(
+                "no batches were stored for the algorithms; add the algorithms to `algorithms` before calibration"
+            )
         return self.observed.kept
 
     def plan(self) -> Plan:
-        """Return the plan by the choices so far."""
+        """Return the plan for the choices so far."""
         return decide(self.proxy.module, list(self.proxy.sites), self.observed, self.proxy.excluded, self.planned)
 
 
-UNREACHED = "no batch that was kept reaches it"
+UNREACHED = "no stored batch reaches it"
 
 
 @contextmanager
 def with_all_batches(work: Work) -> Iterator[None]:
-    """Let each process do the block by itself with all kept batches, which gives all of them the same bits."""
+    """Run the block in each process alone with all stored batches, so that all get the same bits."""
     if get_world_size() > 1 and not work.kept.on_every_rank:
         raise CalibrationError(
-            f"weights.rounding: {work.settings.rounding} needs all that a weight multiplies, and each process has its "
-            "own batches: give all of them the same ones with calibrate(split=True), calibrate in one process, or with "
-            "rounding: nearest"
+            f"weights.rounding: {work.settings.rounding} needs all inputs of a weight, but each process has its own "
+            "batches; pass the same batches to all processes with calibrate(split=True), calibrate in one process, or "
+            "use rounding: nearest"
         )
     with alone():
         yield
 
 
 def progress(plan: Plan, work: Work) -> RoundingProgress:
-    """Return what is rounded already; what is added to it survives an interrupt."""
+    """Return the weights that are already rounded; additions survive an interrupt."""
     key, known = _key(plan, work), work.observed.rounding
     if known is None or known.key != key:
         known = work.observed.rounding = RoundingProgress(key=key)
@@ -199,7 +201,7 @@ def record(observation: Seen, chosen: Mapping[str, RoundedWeight]) -> None:
 
 
 def nearest(why: str) -> RoundedWeight:
-    """Return the nearest codes, with the reason."""
+    """Return rounding to nearest, with the reason."""
     return RoundedWeight(codes=None, text=f"rounded to nearest: {why}")
 
 
@@ -210,23 +212,23 @@ def stored_weights(plan: Plan) -> Counter[tuple[object, object, object]]:
 
 
 def why_nearest(weight: OperandPlan, stored: Counter[tuple[object, object, object]], method: str) -> str | None:
-    """Return why a weight keeps the nearest codes whatever the data is; None if its codes can be chosen."""
+    """Return why a weight is always rounded to nearest; None if its integers can be chosen."""
     kind = qtype(weight.dtype)
     if kind.is_float:
-        return f"{method} chooses whole numbers, and those of {kind.name} are none"
+        return f"{method} applies to integer formats, not to {kind.name}"
     if stored[weight.parameter, weight.view, weight.computation] > 1:
-        return "other sites store the same weight, and a file holds it once"
+        return "other sites use the same weight, which a file stores once"
     return None
 
 
 def _key(plan: Plan, work: Work) -> str:
-    """Return a checksum of all that the codes depend on: weights, scales, factors, batches and the configuration."""
+    """Return a checksum of all inputs of the integers: weights, scales, factors, batches and the configuration."""
     tensors = {
         f"{path}.{operand.name}.{field}": value
         for path, entry in plan.items()
         for operand in entry.operands
         for field, value in (("scale", operand.scale), ("smooth", operand.smooth))
-        # The scales of weights follow from what else is in the checksum, or were chosen together with codes.
+        # The scales of weights follow from the other inputs, or were chosen together with the integers.
         if operand.quantized and value is not None and (operand.role, field) != ("weight", "scale")
     }
     weights = Fingerprint.of(work.proxy.module).plain()

@@ -1,7 +1,7 @@
-"""The factors of AWQ for linears whose weight alone is rounded (see ``numerics/weight_codes.py``).
+"""AWQ factors for linear layers whose weight alone is quantized (see ``numerics/weight_codes.py``).
 
-The inputs are those of the float model, as in the paper, of kept batches and without padding. Linears that read one
-tensor share their factors, so that export folds them into the normalization or the product before.
+As in the paper, inputs come from the float model, on stored batches and without padding. Linear layers that read one
+tensor share their factors, so export folds them into the normalization or layer before.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from quantizer.utils.progress import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Linear:
-    """A linear whose weight alone is rounded."""
+    """A linear layer whose weight alone is quantized."""
 
     site: Site
     place: int
     weight: OperandPlan
-    seen: OperandRecord
+    record: OperandRecord
     activation: OperandRecord
     name: str
 
     def rows(self, settings: PlanSettings) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the weight W [N, K], and a function from s [K] to Q(W s) / s."""
-        assert self.seen.weight is not None
-        assert self.seen.inner is not None
-        weight, inner = self.seen.weight.tensor().detach().float(), self.seen.inner
+        assert self.record.weight is not None
+        assert self.record.inner is not None
+        weight, inner = self.record.weight.tensor().detach().float(), self.record.inner
 
         def rounded(s: Tensor) -> Tensor:
             smoothed = replace(self.weight, smooth=s.float(), smooth_axis=inner)
@@ -60,29 +60,29 @@ class _Linear:
 
 
 def choose_factors(plan: Plan, work: Work) -> Plan:
-    """Choose the factors of linears whose weight alone is rounded: set ``smoothed`` of their inputs' records.
+    """Choose the factors of linear layers whose weight alone is quantized: set ``smoothed`` of their inputs' records.
 
-    Other weights keep no factors, and ``rounded`` of their records says why.
+    Other weights get no factors, and ``rounded`` of their records has the reason.
     """
     with with_all_batches(work):
-        by_site = {one.site: unit for unit in _units(plan, work) for one in unit}
+        by_site = {linear.site: unit for unit in _units(plan, work) for linear in unit}
         passes = Replay(work.proxy, work.kept)
         order = list({id(by_site[site]): by_site[site] for site in passes.in_order(by_site)}.values())
         with counted(order, "scaling inputs", unit="tensor") as steps:
             for unit in steps:
                 _scale(unit, passes, work.planned)
     for unit in by_site.values():
-        for one in unit:
-            one.seen.rounded = one.seen.rounded or _plain(UNREACHED)
+        for linear in unit:
+            linear.record.rounded = linear.record.rounded or _not_scaled(UNREACHED)
     return work.plan()
 
 
-def _plain(why: str) -> RoundedWeight:
+def _not_scaled(why: str) -> RoundedWeight:
     return RoundedWeight(codes=None, text=f"not scaled by awq: {why}")
 
 
 def _units(plan: Plan, work: Work) -> Iterator[list[_Linear]]:
-    """Yield the linears that read one tensor; record why other weights are rounded without factors."""
+    """Yield the linear layers that read one tensor; record why other weights get no factors."""
     units: Mapping[RangeGroup, list[_Linear]] = defaultdict(list)
     for site in work.proxy.planned(plan):
         entry, records = plan[site.path], work.observed.records[site.path].operands
@@ -92,10 +92,10 @@ def _units(plan: Plan, work: Work) -> Iterator[list[_Linear]]:
         other = next((o for o in entry.operands if o.name != weight.name), None)
         group = None if other is None else records[other.name].group
         if entry.kind != "linear" or group is None or group.channels is None or records[weight.name].inner is None:
-            records[weight.name].rounded = _plain("the channels of what it multiplies are not its last axis")
+            records[weight.name].rounded = _not_scaled("the channels of its input are not the last axis")
         elif other is not None and other.quantized:
-            records[weight.name].rounded = _plain(
-                "its input is rounded too, and has the factors of activations.smoothquant_alpha"
+            records[weight.name].rounded = _not_scaled(
+                "its input is also quantized and uses the factors of activations.smoothquant_alpha"
             )
         else:
             assert other is not None
@@ -103,7 +103,7 @@ def _units(plan: Plan, work: Work) -> Iterator[list[_Linear]]:
                 site=site,
                 place=[operand.name for operand in site.operation.operands].index(other.name),
                 weight=weight,
-                seen=records[weight.name],
+                record=records[weight.name],
                 activation=records[other.name],
                 name=f"{site.path}.{other.name}",
             )
@@ -112,7 +112,7 @@ def _units(plan: Plan, work: Work) -> Iterator[list[_Linear]]:
 
 
 def _scale(unit: list[_Linear], passes: Replay, settings: PlanSettings) -> None:
-    """Choose the factors of linears that read one tensor."""
+    """Choose the factors of linear layers that read one tensor."""
     first = unit[0]
     hessian: Tensor | None = None
     magnitude: Tensor | None = None
@@ -128,29 +128,29 @@ def _scale(unit: list[_Linear], passes: Replay, settings: PlanSettings) -> None:
     passes.visit(first.site, visit)
     if hessian is None or magnitude is None:
         return
-    found = awq_share([one.rows(settings) for one in unit], magnitude, hessian)
-    if found is None:
-        for one in unit:
-            one.seen.rounded = _plain("no factors make a smaller error")
+    choice = awq_share([linear.rows(settings) for linear in unit], magnitude, hessian)
+    if choice is None:
+        for linear in unit:
+            linear.record.rounded = _not_scaled("no factors reduce the error")
         return
-    alpha, error = found
+    alpha, error = choice
     factors = held_factors(input_factors(magnitude, alpha).reciprocal(), settings.scale_dtype)
     smoothed = _smoothed(unit, Migration(alpha=alpha, factors=factors))
-    for one in unit:
-        one.activation.smoothed = smoothed
-        one.seen.rounded = RoundedWeight(
-            codes=None, text=f"awq, share {alpha:g}: {error:.2f} of the error of rounding to nearest"
+    for linear in unit:
+        linear.activation.smoothed = smoothed
+        linear.record.rounded = RoundedWeight(
+            codes=None, text=f"awq, alpha {alpha:g}: {error:.2f} of the error of rounding to nearest"
         )
 
 
 def _smoothed(unit: list[_Linear], migration: Migration) -> RangeGroup:
-    """Return the group of x / s, with its bounds over all of calibration."""
+    """Return the range group of x / s, with its bounds over all of calibration."""
     group = unit[0].activation.group
     assert group is not None
     assert group.channels is not None
     calibrator = make_calibrator("max")
     calibrator.observe(torch.stack([group.channels.low, group.channels.high]) / migration.factors)
-    return RangeGroup(calibrator=calibrator, operands=[one.name for one in unit], migration=migration)
+    return RangeGroup(calibrator=calibrator, operands=[linear.name for linear in unit], migration=migration)
 
 
 ALGORITHM = Algorithm(

@@ -1,21 +1,20 @@
-"""Bias correction: the mean error that rounding makes in a site's output, moved into the site's bias.
+"""Bias correction: move the mean error that quantization causes in a site's output into the site's bias.
 
-Legend: y [R, C] the float output of a site, as rows without padding; z [R, C] its output with the operands rounded and
-with everything before it rounded and corrected; m the median over rows of |y_r|^2.
+Legend: y [R, C] the float output of a site, as rows without padding; z [R, C] its output with the operands, and
+everything before it, quantized and corrected; m the median over rows of |y_r|^2.
 
     shift = sum_r w_r (y_r - z_r) / sum_r w_r        w_r = m / (|y_r|^2 + m)
 
 With equal weights this is E[y] - E[z] (Nagel et al. 2019, arXiv:1906.04721, section 4.2, from data). But a few rows of
 huge values, such as the first tokens of a transformer, have errors as huge, and would decide for all others.
 
-The sites are corrected in the order in which the model calls them: each call is compared with the same call of a float
-pass, and its result goes on corrected. Corrected all at once, from the errors of one quantized pass, a site would take
-away again what the correction of the sites before it already took away.
+Sites are corrected in the order in which the model calls them: each call is compared with the same call of a float
+pass, and its corrected result continues. If all sites were corrected at once, from the errors of one quantized pass,
+each would correct errors that the preceding sites already corrected. Calls with ranges of their own have separate
+shifts.
 
-Calls with ranges of their own have a shift each, as their errors are as different as their ranges.
-
-A shift takes away the errors of the sites before it too, so it belongs to one plan: after a fallback shifts are
-measured again. Where one group is measured alone, the shifts are those of each site with float operands before it.
+A shift also cancels errors of the preceding sites, so it is valid for one plan only: after a fallback shifts are
+measured again. If one group is measured alone, each site's shift is measured with float operands before it.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from quantizer.utils.distributed import all_gather_bytes, get_world_size
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 4096
-"""The number of samples that are summed at once."""
+"""The number of rows that are summed at once."""
 
 _DONE = "bias corrected"
-_NO_BIAS = "bias not corrected: it has none that holds it"
-_UNREACHED = "bias not corrected: no batch that was kept reaches it"
-_NO_BATCH = "bias not corrected: no batch of the calibration is kept, as in a folder"
-_WORSE = "bias not corrected: the output of the model comes out better without"
+_NO_BIAS = "bias not corrected: the operation cannot have a bias"
+_UNREACHED = "bias not corrected: no stored batch reaches it"
+_NO_BATCH = "bias not corrected: no calibration batch is stored, as in a saved folder"
+_WORSE = "bias not corrected: the error of the model's output is smaller without"
 
 
 def correct_biases(plan: Plan, work: Work) -> Plan:
@@ -57,7 +56,7 @@ def correct_biases(plan: Plan, work: Work) -> Plan:
     observed = work.observed
     if observed.kept is None or not work.kept.everywhere:
         logger.warning(
-            "biases are not corrected, as a folder keeps no batch to measure their errors on: calibrate again for them"
+            "biases are not corrected, because a saved folder has no batches to measure errors on; calibrate again"
         )
         notes = {path: _NO_BATCH for path, entry in plan.items() if entry.quantized and entry.kind != "output"}
         return _with_shifts(plan, BiasShifts(shifts={}, notes=notes))
@@ -67,7 +66,7 @@ def correct_biases(plan: Plan, work: Work) -> Plan:
 
 
 class BiasCorrection:
-    """The correction of biases on some batches, for plans of one calibration; what is in float is computed once."""
+    """Bias correction on some batches, for plans of one calibration; float passes are computed once."""
 
     def __init__(self, work: Work) -> None:
         self._proxy, self._kept, self._error = work.proxy, work.kept.few(), work.error
@@ -75,19 +74,19 @@ class BiasCorrection:
         self._in_float: dict[Hashable, _FloatPass] = {}
 
     def with_fallback(self, plan: Plan, groups: Mapping[str, str]) -> Plan:
-        """Return a plan with the shifts for its sites where some groups are float; it is quantized as a whole still."""
+        """Return a fully quantized plan with the shifts measured while ``groups`` are in float."""
         return _with_shifts(plan, self.shifts(_without_shifts(with_fallback(plan, groups)), plan))
 
     def of_single_sites(self, plan: Plan) -> Plan:
-        """Return a plan with shifts that correct each site alone, all others being float, where it has shifts."""
+        """Return a plan with shifts that correct each site alone, with all other sites in float."""
         sites = [site for site in self._proxy.planned(plan) if plan[site.path].bias_shift is not None]
         plain = _without_shifts(plan)
         errors: _Errors = {}
         with torch.no_grad():
             apply_plan(self._proxy.module, plain)
             try:
-                for turn in self._kept.in_turns():
-                    errors = _told(None if turn is None else self._alone(plan, sites, turn, errors))
+                for batch in self._kept.in_turns():
+                    errors = _shared_errors(None if batch is None else self._alone(plan, sites, batch, errors))
             finally:
                 for site in self._proxy.sites:
                     site.reset()
@@ -95,9 +94,10 @@ class BiasCorrection:
         return _with_shifts(plain, BiasShifts(shifts=shifts, notes=dict.fromkeys(shifts, _DONE)))
 
     def shifts(self, plan: Plan, whole: Plan | None = None) -> BiasShifts:
-        """Measure the shifts; return none if the output of the model is worse with them, on batches of all ranks.
+        """Measure the shifts; return none if they increase the error of the model's output, over the batches of all
+        ranks.
 
-        ``whole`` is the plan before a fallback, whose sites in float serve other fallbacks too (None: ``plan``).
+        ``whole`` is the plan before a fallback; its float passes serve other fallbacks too (None: ``plan``).
         """
         measured = self._measured(plan, plan if whole is None else whole)
         if not measured.shifts:
@@ -109,27 +109,29 @@ class BiasCorrection:
         return BiasShifts(shifts={}, notes=notes)
 
     def _measured(self, plan: Plan, whole: Plan) -> BiasShifts:
-        """Return the mean error of each site's output, over the kept batches of all ranks.
+        """Return the mean error of each site's output, over the stored batches of all ranks.
 
-        The batches run one after the other, each on the rank that keeps it, and each is corrected by the means of those
-        before it and its own. So all ranks get the shifts of one process. In float a rank runs its next one while it
-        waits for its turn.
+        Batches run one after the other, each on the rank that stores it. Each is corrected by the means of those before
+        it and its own, so all ranks get the shifts of one process. A rank runs its next float pass while it waits.
         """
-        sites = [site for site in self._proxy.planned(plan) if _may_hold_a_shift(site, plan[site.path])]
+        sites = [site for site in self._proxy.planned(plan) if _may_have_shift(site, plan[site.path])]
         mine = iter(self._kept.mine().items())
         ready: _FloatPass | None = None
         errors: _Errors = {}
-        for turn in self._kept.in_turns():
+        for batch in self._kept.in_turns():
             if ready is None and (named := next(mine, None)) is not None:
                 ready = self._float_pass(*named, whole)
-            if turn is None:
-                errors = _told(None)
+            if batch is None:
+                errors = _shared_errors(None)
             else:
                 assert ready is not None
-                errors, ready = _told(_Corrected(ready, errors, self._dtype).run(self._proxy, sites, plan)), None
-        # A lookup adds nothing up, and what a result is of is corrected itself.
-        none = ("embedding", "output")
-        notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized and entry.kind not in none}
+                errors, ready = (
+                    _shared_errors(_Corrected(ready, errors, self._dtype).run(self._proxy, sites, plan)),
+                    None,
+                )
+        # A lookup sums nothing, and the operation before an output site is corrected itself.
+        without_bias = ("embedding", "output")
+        notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized and entry.kind not in without_bias}
         shifts: dict[str, Tensor] = {}
         for site in sites:
             shift = self._shift(plan, site, errors)
@@ -140,7 +142,7 @@ class BiasCorrection:
         return BiasShifts(shifts=shifts, notes=notes | dict.fromkeys(shifts, _DONE))
 
     def _shift(self, plan: Plan, site: Site, errors: _Errors) -> Tensor | None:
-        """Return the shift of a site, float32 [C] or [N, C]; None if errors of some call are not known."""
+        """Return the shift of a site, float32 [C] or [N, C]; None if errors of some calls are unknown."""
         calls = plan[site.path].calls_apart
         sums = [errors.get(_key(site.path, call, calls)) for call in range(max(calls, 1))]
         means = [error.mean(self._dtype) for error in sums if error is not None]
@@ -154,30 +156,30 @@ class BiasCorrection:
         return self._in_float[name]
 
     def _alone(self, plan: Plan, sites: Sequence[Site], batch: Batch, errors: _Errors) -> _Errors:
-        """Return the errors of the batches before and of this one, of each site with what is before it in float."""
-        found, mask = dict(errors), padding_mask(batch[1], batch[0])
+        """Return the errors so far plus those of this batch, of each site with float operands before it."""
+        sums, mask = dict(errors), padding_mask(batch[1], batch[0])
 
         def judge(site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
             rounded, result = site.rounded(function, args, keywords), function(*args, **keywords)
             key = _key(site.path, current_call(site.path), plan[site.path].calls_apart)
             if len(rows := _rows(site, result, mask)):
-                found[key] = _Expected.of(rows).compared(_rows(site, rounded, mask)).added_to(found.get(key))
+                sums[key] = _Expected.of(rows).compared(_rows(site, rounded, mask)).added_to(sums.get(key))
             return result
 
         run(self._proxy.module, batch, judge, sites)
-        return found
+        return sums
 
 
 def _without_shifts(plan: Plan) -> Plan:
     return {path: replace(entry, bias_shift=None) for path, entry in plan.items()}
 
 
-def _with_shifts(plan: Plan, found: BiasShifts) -> Plan:
+def _with_shifts(plan: Plan, shifts: BiasShifts) -> Plan:
     def with_shift(path: str, entry: SitePlan) -> SitePlan:
-        if not entry.quantized or path not in found.notes:
+        if not entry.quantized or path not in shifts.notes:
             return entry
-        note = found.notes[path]
-        return replace(entry, bias_shift=found.shifts.get(path), bias_note=note, reason=summary(entry.operands, note))
+        note = shifts.notes[path]
+        return replace(entry, bias_shift=shifts.shifts.get(path), bias_note=note, reason=summary(entry.operands, note))
 
     return {path: with_shift(path, entry) for path, entry in plan.items()}
 
@@ -194,23 +196,23 @@ class _Sum:
         return (self.error / self.weight).to(dtype).float()
 
     def added_to(self, known: _Sum | None) -> _Sum:
-        """Return the sums with those of other batches."""
+        """Return the sums including ``known``, those of other batches."""
         return self if known is None else _Sum(known.error + self.error, known.weight + self.weight)
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """A call in float: the weights of its samples, float64 [R], and the sum of w_r y_r, float64 [C]."""
+    """A call in float: the weights of its rows, float64 [R], and the sum of w_r y_r, float64 [C]."""
 
     weights: Tensor
     total: Tensor
 
     @classmethod
     def of(cls, y: Tensor) -> _Expected:
-        """Return that of rows y [R, C]."""
+        """Return the weights and the sum of rows y [R, C]."""
         power = torch.linalg.vector_norm(y, dim=1, dtype=torch.float64).square()
         middle = power.median() if len(y) else power.new_zeros(())
-        # If most rows are zeros, all count alike.
+        # If most rows are zeros, all rows have equal weights.
         weights = middle / (power + middle) if middle > 0 else torch.ones_like(power)
         return cls(weights, _weighted_sum(weights, y))
 
@@ -228,29 +230,29 @@ def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 _Errors = Mapping[str, _Sum | None]
-"""The sums by site, and call where calls are told apart, see ``_key``; None: it has no bias and cannot be given one."""
+"""The sums by site and call, see ``_key``; None: the site has no bias and cannot have one."""
 
 
 def _key(path: str, call: int | None, calls: int) -> str:
-    """Return the key of a call's errors; ``calls`` is the number of those that are told apart, 0 for none."""
+    """Return the key of a call's errors; ``calls`` is the number of calls with ranges of their own, 0 for none."""
     return path if not calls else f"{path} call {call if call is not None and call < calls else 'beyond'}"
 
 
-def _may_hold_a_shift(site: Site, entry: SitePlan) -> bool:
-    """Return whether a site is a quantized product with a weight, to which an argument may add a bias."""
-    # As the first factor of a matrix product, the weight has its channels along another axis than a bias.
+def _may_have_shift(site: Site, entry: SitePlan) -> bool:
+    """Return whether a site is a quantized layer with a weight and an argument for a bias."""
+    # A weight as the left operand of a MatMul has its channels along another axis than a bias.
     weighted = any(operand.role == "weight" and operand.name != "lhs" for operand in entry.operands)
     return entry.quantized and weighted and site.operation.bias is not None and not site.source.in_place
 
 
 class _FloatPass:
-    """One batch in float.
+    """The float pass of one batch.
 
     Attributes:
         batch: the batch.
         mask: the real tokens of the batch, [B, S]; None: all are real.
-        expected: the calls of sites that may hold a shift, in order, by site (and call, see ``_key``).
-        unfit: the keys of calls with no bias that could hold a shift.
+        expected: the calls of sites that may have a shift, in order, by site (and call, see ``_key``).
+        unfit: the keys of calls without a bias that could take a shift.
     """
 
     def __init__(self, proxy: Proxied, batch: Batch, plan: Plan) -> None:
@@ -258,7 +260,7 @@ class _FloatPass:
         self.expected: dict[str, list[_Expected]] = defaultdict(list)
         self.unfit: set[str] = set()
         self._plan = plan
-        sites = [site for site in proxy.planned(plan) if _may_hold_a_shift(site, plan[site.path])]
+        sites = [site for site in proxy.planned(plan) if _may_have_shift(site, plan[site.path])]
         run(proxy.module, batch, self._note, sites)
 
     def key(self, site: Site) -> str:
@@ -278,7 +280,7 @@ class _FloatPass:
 
 
 class _Corrected:
-    """A batch rounded and corrected, call by call."""
+    """A pass of a batch that is quantized and corrected call by call."""
 
     def __init__(self, in_float: _FloatPass, errors: _Errors, dtype: torch.dtype) -> None:
         self._in_float, self._dtype = in_float, dtype
@@ -286,7 +288,7 @@ class _Corrected:
         self._errors: dict[str, _Sum | None] = {**errors, **dict.fromkeys(in_float.unfit)}
 
     def run(self, proxy: Proxied, sites: Sequence[Site], plan: Plan) -> _Errors:
-        """Return the errors of the batches before and of this one."""
+        """Return the errors so far plus those of this batch."""
         with quantized(proxy, plan):
             run(proxy.module, self._in_float.batch, self._call, sites)
         return self._errors
@@ -295,7 +297,7 @@ class _Corrected:
         result, key = site.rounded(function, args, keywords), self._in_float.key(site)
         if key in self._errors and self._errors[key] is None:
             return result
-        # With other values a model may call a site less or more often, or with other samples: those calls tell nothing.
+        # With other values a model may call a site more or less often, or with other rows; such calls do not count.
         calls = self._expected.get(key)
         expected = calls.popleft() if calls else None
         rows = _rows(site, result, self._in_float.mask)
@@ -314,18 +316,18 @@ def _rows(site: Site, result: Tensor, mask: Tensor | None) -> Tensor:
     return rows.reshape(-1, rows.shape[-1])
 
 
-def _told(mine: _Errors | None) -> _Errors:
-    """Return the errors that the rank of the batch has, on all ranks; ``mine`` is None on the others."""
+def _shared_errors(mine: _Errors | None) -> _Errors:
+    """Return the errors of the rank that ran the batch, on all ranks; ``mine`` is None on the others."""
     if get_world_size() == 1:
         assert mine is not None
         return mine
     packed = {} if mine is None else {path: _packed(error) for path, error in mine.items()}
-    told = all_gather_bytes(b"" if mine is None else save(packed))
-    return {path: _unpacked(error) for data in told if data for path, error in load(data).items()}
+    gathered = all_gather_bytes(b"" if mine is None else save(packed))
+    return {path: _unpacked(error) for data in gathered if data for path, error in load(data).items()}
 
 
 def _packed(error: _Sum | None) -> Tensor:
-    """Return both sums as float64 [C + 1], the last of them that of weights; [0] for None."""
+    """Return both sums as float64 [C + 1], the weight last; [0] for None."""
     if error is None:
         return torch.zeros(0)
     return torch.cat([error.error.cpu(), torch.tensor([error.weight], dtype=torch.float64)])

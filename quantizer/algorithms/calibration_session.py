@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decided:
-    """A plan, with the statistics that it was made from, and how often torch wrote into its ranges and scales.
+    """A plan, the statistics it was made from, and torch's version counters of its ranges and scales.
 
-    ``corrected`` has the plan with its biases corrected for some groups in float, by these groups.
+    ``corrected`` caches the plan with biases corrected while some groups are in float, by these groups.
     """
 
     seen: Seen
@@ -58,7 +58,7 @@ class _Decided:
 
 
 _SHOWN = 3
-"""So many operands a warning names."""
+"""The number of operands that a warning names."""
 
 
 class CalibrationSession:
@@ -66,11 +66,11 @@ class CalibrationSession:
 
     Under ``torch.distributed`` every rank calibrates on its own data. The first call that needs the result gathers the
     statistics of all ranks, so every rank must make it. They are gathered again after ``resume()``, and after more data
-    on every rank. Each rank then has the plan that one process would have made of all the data.
+    on every rank. Each rank then has the plan that one process would make from all data.
 
     Attributes:
         proxy: the proxy, which returns float outputs and observes.
-        weights: the scales of weights that plans were made with.
+        weights: the cached scales of weights.
         fingerprint: the checksum of the weights in calibration; None before the first batch.
     """
 
@@ -88,14 +88,14 @@ class CalibrationSession:
         Args:
             settings: the settings of the quantizer.
             model: the float model.
-            earlier: the statistics with which to continue, as ``seen`` returns them.
-            anew: whether what was chosen by running batches is chosen again, for another target or other parameters.
-            kept: the batches for that choice; without any the former choice stays, if there can be one.
+            earlier: the statistics to continue from, as ``seen`` returns them.
+            anew: whether to repeat choices made by running batches, for another target or other parameters.
+            kept: the batches for these choices; without any, the former choices remain if possible.
             fingerprint: the checksum of the weights with which ``earlier`` was observed.
 
         Raises:
             ConfigError: a rule matches nothing in the model.
-            CalibrationError: ``earlier`` is of another model.
+            CalibrationError: ``earlier`` belongs to another model.
         """
         self._proxied = proxied_copy(settings, model)
         self.proxy, self.weights = self._proxied.module, self._proxied.weights
@@ -107,7 +107,7 @@ class CalibrationSession:
         self.proxy.register_forward_pre_hook(LocalHook(self._look_at_first), with_kwargs=True)
         self.proxy.register_forward_hook(LocalHook(self._note_weights))
         self._observation = make_observation(self._proxied)
-        # Every rank has read the same folder, whose statistics must count once.
+        # Every rank read the same folder, whose statistics must count once.
         if earlier is not None and get_rank() == 0:
             self._observation.seen.add(_restored(earlier, self.proxy, self._observation))
         if anew:
@@ -119,40 +119,40 @@ class CalibrationSession:
         self._gathered: tuple[int, Seen] | None = None
         self._decided: _Decided | None = None
         self._warned = False
-        self._told_constants: set[str] = set()
+        self._warned_constants: set[str] = set()
 
     def _choose_anew(self, kept: ReplayBatches | None) -> None:
         seen, settings = self._observation.seen, self._proxied.settings
-        # This rank's part may be empty where that of another is not.
-        some = kept is not None and kept.everywhere > 0
-        if kept is not None and some:
+        # This rank's part may be empty although that of another is not.
+        has_batches = kept is not None and kept.everywhere > 0
+        if kept is not None and has_batches:
             seen.kept = kept.copy()
-        if some or needs_batches(settings) or not replays_batches(settings):
+        if has_batches or needs_batches(settings) or not replays_batches(settings):
             seen.forget_choices()
             return
         logger.warning(
-            "ranges are not chosen for %s, as a folder keeps no batch to choose on: the choice that was saved is used",
+            "ranges are not chosen again for %s because a saved folder has no batches; the saved choice is used",
             settings.backend,
         )
         fit_migrations(seen, settings.target.torch_dtype)
 
     def dealt(self) -> DealtBatches:
-        """Return what deals out batches that all ranks are given alike."""
+        """Return the object that distributes batches which all ranks receive alike."""
         return DealtBatches(lambda: self._observation.seen.kept)
 
     @property
     def has_new(self) -> bool:
-        """True if there may be a new batch since the session began, on this or on any other rank."""
+        """True if this or another rank may have new batches since the session began."""
         return get_world_size() > 1 or self._observation.seen.batches > self._began_with
 
     @property
     def has_any(self) -> bool:
-        """True if there are statistics on any rank, of this calibration or of the earlier one that it continues."""
+        """True if any rank has statistics, of this or of the earlier calibration."""
         return self.observation().batches > 0
 
     @property
     def has_begun(self) -> bool:
-        """True if this process has statistics, found without communication between ranks."""
+        """True if this process has statistics; needs no communication between ranks."""
         return self._gathered is not None or self._observation.seen.batches > 0
 
     def resume(self) -> None:
@@ -161,18 +161,18 @@ class CalibrationSession:
         self._weights_noted = False
 
     def has_weights_of(self, model: nn.Module) -> bool:
-        """Return whether the proxy's parameters are those that ``model`` has now."""
+        """Return whether the proxy still has the parameters of ``model``."""
         now = dict(model.named_parameters(remove_duplicate=False))
         mine = self.proxy.named_parameters(remove_duplicate=False)
         return all(now.get(path) is parameter for path, parameter in mine)
 
     def _look_at_first(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Keep the first batch, and compute the checksum: it costs a pass over the weights, which stay the same."""
+        """Store a copy of the first batch and the checksum of the weights, which costs a pass over them."""
         if not self._weights_noted:
             self._pending, self._first = Fingerprint.of(proxy), copied(args, keywords)
 
     def _note_weights(self, proxy: nn.Module, args: Any, result: Any) -> None:
-        """Store the checksum of the weights after a complete batch, and warn if it differs from the earlier one."""
+        """Store the checksum of the weights after a complete batch, and warn if it changed."""
         if self._pending is None:
             return
         now, self._pending, self._weights_noted = self._pending, None, True
@@ -181,7 +181,7 @@ class CalibrationSession:
         self.fingerprint = now
 
     def _compare_attention(self) -> None:
-        """Warn if the model's own attention computes something else than the proxy, which no pass may observe now."""
+        """Warn if the model's own attention computes another function; pause the observation first."""
         (batch, self._first), model = (self._first, None), self._model()
         if batch is None or model is None:
             return
@@ -189,40 +189,40 @@ class CalibrationSession:
         if error is not None:
             decibels = -10 * math.log10(error)
             warnings.warn(
-                f"with attention by separate products, as a quantized model computes it, {type(model).__name__} gives "
-                f"other outputs than with the attention that it is set to ({decibels:.1f} dB on the first batch): one "
-                "of them leaves out a mask. Quantized is what it computes after set_attn_implementation('eager'): see "
-                "whether that is what you want, or report it to its authors",
+                f"{type(model).__name__} gives other outputs with eager attention than with its configured attention "
+                f"(SQNR {decibels:.1f} dB on the first batch), because one of them ignores a mask. Quantization uses "
+                "eager attention; check the outputs after set_attn_implementation('eager'), and report a wrong mask to "
+                "the authors of the model",
                 stacklevel=4,
             )
 
-    def _renew_weights(self, whole: Seen) -> None:
-        """Update the recorded weights to those that the model has now, as a parameter may have been replaced."""
+    def _renew_weights(self, statistics: Seen) -> None:
+        """Update the recorded weights if parameters of the model were replaced."""
         model = self._model()
         if model is None:
             return
         now = named_tensors(model)
-        for path, record in whole.records.items():
-            for seen in record.operands.values():
-                known = seen.weight
+        for path, record in statistics.records.items():
+            for operand in record.operands.values():
+                known = operand.weight
                 if known is None or all(now.get(n) is p for n, p in zip(known.paths, known.parameters, strict=False)):
                     continue
                 for name, former in zip(known.paths, known.parameters, strict=True):
                     tensor = now.get(name)
                     if tensor is None or tensor.shape != former.shape:
                         raise CalibrationError(
-                            f"the model changed since it was calibrated: {name} of {path} had the shape "
+                            f"the model changed since its calibration: {name} of {path} had the shape "
                             f"{list(former.shape)}, and "
-                            + ("is gone" if tensor is None else f"has {list(tensor.shape)} now")
-                            + "; calibrate it again"
+                            + ("is missing" if tensor is None else f"has {list(tensor.shape)} now")
+                            + "; calibrate again"
                         )
-                seen.weight = replace(known, parameters=tuple(now[name] for name in known.paths))
+                operand.weight = replace(known, parameters=tuple(now[name] for name in known.paths))
 
     def decide(self, in_float: Mapping[str, str] | None = None, correction: BiasCorrection | None = None) -> Plan:
-        """Return the plan for all sites; it is made once, and again only for new batches and for what changed since.
+        """Return the plan for all sites, which is made again only for new batches and changed weights.
 
-        With ``in_float`` its biases are corrected for these groups being float; ``correction`` keeps what several such
-        plans share.
+        With ``in_float``, biases are corrected for a model with these groups in float; ``correction`` caches the common
+        part of several such plans.
         """
         plan = self._decide()
         if not in_float:
@@ -238,7 +238,7 @@ class CalibrationSession:
         return dict(known[key])
 
     def of_single_sites(self, plan: Plan) -> Plan:
-        """Return a plan with the biases corrected as if each site alone were quantized, where it corrects them."""
+        """Return a plan with biases corrected as if each site alone were quantized."""
         correction = self.correction()
         if correction is None:
             return plan
@@ -246,85 +246,82 @@ class CalibrationSession:
             return correction.of_single_sites(plan)
 
     def correction(self) -> BiasCorrection | None:
-        """Return the correction of biases on the kept batches; None if there is none."""
-        whole, settings = self.observation(), self._proxied.settings
-        if not settings.bias_correction or whole.kept is None or not whole.kept.everywhere:
+        """Return the bias correction on the stored batches; None if there is none."""
+        statistics, settings = self.observation(), self._proxied.settings
+        if not settings.bias_correction or statistics.kept is None or not statistics.kept.everywhere:
             return None
-        return BiasCorrection(Work.of(self._proxied, whole))
+        return BiasCorrection(Work.of(self._proxied, statistics))
 
     def _decide(self) -> Plan:
-        whole = self.observation()
-        if whole.batches == 0:
+        statistics = self.observation()
+        if statistics.batches == 0:
             raise CalibrationError(
                 "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
             )
-        if whole.only_zeros and not self._warned:
+        if statistics.only_zeros and not self._warned:
             self._warned = True
             warnings.warn(
-                f"every input of all {whole.batches} calibration batches is zero, so that no range says anything about "
-                "real data: calibrate with real data",
+                f"all inputs of all {statistics.batches} calibration batches are zero, so the ranges do not fit real "
+                "data; calibrate with real data",
                 stacklevel=3,
             )
         self.warn_of_constants()
-        needed = needs_batches(self._proxied.settings) and whole.chosen_at != whole.batches
-        if needed and get_world_size() == 1 and not whole.kept:
+        needed = needs_batches(self._proxied.settings) and statistics.chosen_at != statistics.batches
+        if needed and get_world_size() == 1 and not statistics.kept:
             raise CalibrationError(
-                "with a list of percentiles, calibrator 'auto', a share for smooth or rounding by data, each target's "
-                "ranges and codes come from running batches, and a folder keeps none: call for_backend() before "
-                "save(), or calibrate(model, batches, resume=True) with a few batches"
+                "several percentiles, calibrator 'auto', a fixed smoothquant_alpha and rounding by data need batches "
+                "for each backend, but a saved folder has none; call for_backend() before save(), or calibrate(model, "
+                "batches, resume=True) with a few batches"
             )
-        self._renew_weights(whole)
-        known, same = self._decided, self.weights.look_at(_weights(whole))
+        self._renew_weights(statistics)
+        known, same = self._decided, self.weights.look_at(_weights(statistics))
         if known is not None and _versions(known.plan) != known.versions:
             self.weights.forget()
-        elif known is not None and same and known.is_of(whole):
+        elif known is not None and same and known.is_of(statistics):
             return known.plan
         self._decided = None
-        self._follow_types(whole)
+        self._follow_types(statistics)
         # This runs the proxy, which must not observe these passes.
         with self._observation.paused():
             self._compare_attention()
-            plan = make_plan(self._proxied, whole)
-        self._decided = _Decided.of(whole, plan)
+            plan = make_plan(self._proxied, statistics)
+        self._decided = _Decided.of(statistics, plan)
         return plan
 
-    def _follow_types(self, whole: Seen) -> None:
-        """Give the proxy its batches in the types that the model has now, which may have been cast since."""
-        if self.fingerprint is None or whole.kept is None:
+    def _follow_types(self, statistics: Seen) -> None:
+        """Cast the stored batches if the model was cast after calibration."""
+        if self.fingerprint is None or statistics.kept is None:
             return
         types = changed_types(self.fingerprint, Fingerprint.of(self.proxy, self.fingerprint))
-        whole.kept.set_types(types)
+        statistics.kept.set_types(types)
         if types:
             self._buffers.refresh()
             self._first = None if self._first is None else in_types(self._first, types)
 
     def warn_of_constants(self) -> None:
-        """Warn of activations that had one value in all batches; of each once, and of none where all inputs are 0.
-
-        Of several ranks all must call it.
-        """
-        whole = self.observation()
-        if whole.only_zeros:
+        """Warn once about each activation that was constant in all batches; all ranks must call this."""
+        statistics = self.observation()
+        if statistics.only_zeros:
             return
-        for value, names in sorted(whole.constant_operands().items()):
-            new = [name for name in names if name not in self._told_constants]
-            self._told_constants.update(new)
+        for value, names in sorted(statistics.constant_operands().items()):
+            new = [name for name in names if name not in self._warned_constants]
+            self._warned_constants.update(new)
             if new:
-                warn_user([_of_constants(value, new)])
+                warn_user([_constants_warning(value, new)])
 
     def extent(self) -> tuple[int, int, int]:
-        """Return how many batches and rows this process has seen, and the number of sites."""
-        seen = self._observation.seen
-        return seen.batches, seen.rows, len(seen.records)
+        """Return the numbers of batches and samples that this process observed, and of sites."""
+        statistics = self._observation.seen
+        return statistics.batches, statistics.rows, len(statistics.records)
 
     @property
     def products(self) -> tuple[CountedProduct, ...]:
-        """The products that torch computed."""
+        """The matrix multiplications and convolutions that torch computed."""
         return self.observation().counted()
 
     @property
     def regions(self) -> Float32Modules:
-        """The modules whose values float16 cannot hold."""
+        """The modules whose values exceed float16."""
         return self.observation().regions
 
     def seen(self) -> bytes:
@@ -335,42 +332,44 @@ class CalibrationSession:
         """Return the statistics of all ranks."""
         batches = self._observation.seen.batches
         if self._gathered is None or self._gathered[0] != batches:
-            whole = merge_across_ranks(self._proxied, self._observation)
-            self._gathered = (batches, whole)
+            statistics = merge_across_ranks(self._proxied, self._observation)
+            self._gathered = (batches, statistics)
         return self._gathered[1]
 
 
-def _of_constants(value: float, names: list[str]) -> str:
-    """Return the warning of activations that were ``value`` throughout."""
+def _constants_warning(value: float, names: list[str]) -> str:
+    """Return the warning about activations that were always ``value``."""
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     if value == 0:
         return (
-            f"all values of {shown} were 0 in calibration, so that no range is known and it is not quantized; "
-            "calibrate with data that uses this part of the model"
+            f"all values of {shown} were 0 in calibration, so the range is unknown and it is not quantized; calibrate "
+            "with data that uses this part of the model"
         )
     return (
-        f"all values of {shown} were {value:g} in calibration, so that the range ends there; if the model sees other "
-        "values, calibrate with data that has them"
+        f"all values of {shown} were {value:g} in calibration, so other values will be clipped; calibrate with data "
+        "that covers the values in use"
     )
 
 
 def merge_across_ranks(proxy: Proxied, observation: Observation) -> Seen:
-    """Return the merged statistics of all ranks, all of which must call this; a single process gets its own."""
+    """Return the merged statistics of all ranks, which must all call this."""
     mine = observation.seen
     if get_world_size() == 1:
         return mine
     configs = all_gather_bytes(proxy.settings.text.encode())
     for rank, other in enumerate(configs):
         if other != configs[0]:
-            raise CalibrationError(f"rank {rank} calibrates with another configuration than rank 0; give all the same")
-    whole = Seen.of_sites(mine.records, None if mine.kept is None else mine.kept.shared())
-    for seen in all_gather_bytes(snapshot(mine)):
-        whole.add(_restored(seen, proxy.module, observation))
-    return whole
+            raise CalibrationError(
+                f"rank {rank} calibrates with another configuration than rank 0; use the same one on all ranks"
+            )
+    merged = Seen.of_sites(mine.records, None if mine.kept is None else mine.kept.shared())
+    for data in all_gather_bytes(snapshot(mine)):
+        merged.add(_restored(data, proxy.module, observation))
+    return merged
 
 
 def _weights(seen: Seen) -> list[Tensor]:
-    """Return the parameters that operands are made of, each once, and in the order of the sites."""
+    """Return the parameters that operands are made of, each once, in the order of the sites."""
     operands = (operand for record in seen.records.values() for operand in record.operands.values())
     weights = (operand.weight for operand in operands if operand.weight is not None)
     return list(dict.fromkeys(parameter for weight in weights for parameter in weight.parameters))

@@ -1,19 +1,16 @@
-"""Cross-layer equalisation of consecutive convolutions (Nagel et al. 2019, arXiv:1906.04721), as factors in the plan.
+"""Cross-layer equalization of consecutive convolutions (Nagel et al. 2019, arXiv:1906.04721), as factors in the plan.
 
-Legend: W1 [C, ..] and W2 the weights of two convolutions, x [B, C, ..] what the second reads, s [C] the factors of
+Legend: W1 [C, ..] and W2 the weights of two convolutions, x [B, C, ..] the input of the second, s [C] the factors of
 ``numerics/weight_codes.py``.
 
-The quantizer of x divides by s, and W2 * s is rounded. With one scale t for all channels W1 is rounded as W1 / s, so
-the scale of its channel i is t * s_i, which is how the plan holds it. Export moves 1 / s into the first convolution,
-and the file has one scale again. Everything between must treat each channel by itself.
-Where the target rounds the result of the first convolution too, the quantizer of x takes its place: the factors are in
-front of it, and the engine finds one quantizer behind the convolution, as without factors.
-A batch normalization between them is not part of W1 here: its folding gives the first weight a scale for each channel,
-equalized or not.
+The quantizer of x divides by s, and W2 * s is quantized. With one scale t for all channels, W1 is quantized as W1 / s,
+so its channel i has the scale t * s_i. Export folds 1 / s into the first convolution, whose file then has one scale
+again. Every operation in between must treat each channel by itself. If the target quantizes the output of the first
+convolution, the quantizer of x replaces that of the output. A batch norm between them is not part of W1.
 
-Pairs are equalized together, in turn until nothing changes, and only where it may help: weights with one scale, or
-inputs whose channels differ so much that one scale leaves most of them a few codes. The error of the model's output on
-kept batches decides.
+Pairs are equalized in turn until nothing changes, and only if it may help: weights have one scale, or the channels of
+an input differ so much that one scale leaves most of them few quantized values. The factors are kept if they reduce the
+error of the model's output on the stored batches.
 """
 
 from __future__ import annotations
@@ -35,27 +32,27 @@ from quantizer.plan.reasons import ReasonCode
 from quantizer.plan.site_plan import Plan, SitePlan
 
 _RATIO = 8.0
-"""The largest magnitude of a channel in medians over channels, beyond which one scale leaves half of them 5 bits."""
+"""The ratio of the largest channel to the median beyond which one scale leaves half of the channels 5 bits."""
 
 _ROUNDS = 20
-"""The most rounds over all pairs; the paper repeats them until nothing changes."""
+"""The largest number of rounds over all pairs; the paper repeats until nothing changes."""
 
 _SETTLED = 1e-3
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Pair:
-    """Two convolutions.
+    """Two consecutive convolutions.
 
     Attributes:
         first: the weight of the first.
         second: the weight of the second.
-        read: what the second reads.
-        site: the second.
-        operand: the name of what it reads.
-        axis: the axis of the channels in the second weight: 1, or 0 if each channel is convolved by itself.
-        channels: the range of each channel of what it reads.
-        results: the sites that round the result of the first, which is x.
+        read: the input of the second.
+        site: the site of the second.
+        operand: the name of its input.
+        axis: the axis of the channels in the second weight: 1, or 0 for a depthwise convolution.
+        channels: the range of each channel of the input.
+        results: the output sites of the first convolution.
         factors: s [C], float64.
     """
 
@@ -71,7 +68,7 @@ class _Pair:
 
 
 def equalize_where_better(plan: Plan, work: Work) -> Plan:
-    """Equalize consecutive convolutions if the model's output comes out better, and record why others are not."""
+    """Equalize consecutive convolutions if the error of the model's output falls; record why others are not."""
     observation = work.observed
     reasons: dict[str, str] = {}
     pairs = list(_pairs(plan, observation, reasons))
@@ -83,31 +80,31 @@ def equalize_where_better(plan: Plan, work: Work) -> Plan:
     if not pairs:
         return work.plan()
     _solve(pairs)
-    few = work.kept.few()
-    before = work.error.of_all_ranks(plan, few)
-    _take(work, pairs)
+    batches = work.kept.few()
+    before = work.error.of_all_ranks(plan, batches)
+    _use_factors(work, pairs)
     equalized = work.plan()
-    if work.error.of_all_ranks(equalized, few, before) < before:
+    if work.error.of_all_ranks(equalized, batches, before) < before:
         return equalized
     for pair in pairs:
         pair.first.spread = pair.read.smoothed = None
         for result in pair.results:
             observation.records[result].left = None
-        pair.read.left = "not equalized: the output of the model comes out better without"
+        pair.read.left = "not equalized: the error of the model's output is smaller without"
     return work.plan()
 
 
 def _pairs(plan: Plan, observation: Seen, reasons: dict[str, str]) -> Iterator[_Pair]:
-    """Yield the pairs that can be equalized; put the reason for any other convolution in ``reasons``."""
+    """Yield the pairs that can be equalized; add the reason for other convolutions to ``reasons``."""
     for path, entry in plan.items():
-        if entry.kind != "conv" or not _rounds_both(entry):
+        if entry.kind != "conv" or not _quantizes_both(entry):
             continue
         name = next(operand.name for operand in entry.operands if operand.role == "activation")
-        found = _pair(plan, observation, path, name)
-        if isinstance(found, str):
-            reasons[path] = found
+        pair = _pair(plan, observation, path, name)
+        if isinstance(pair, str):
+            reasons[path] = pair
         else:
-            yield found
+            yield pair
 
 
 def _pair(plan: Plan, observation: Seen, path: str, name: str) -> _Pair | str:
@@ -117,26 +114,28 @@ def _pair(plan: Plan, observation: Seen, path: str, name: str) -> _Pair | str:
     group, before = read.group, read.layer_before
     sharing = {} if group is None else {other.rpartition(".")[0]: other for other in group.operands}
     results = [other for other in sharing if other in plan and plan[other].kind == "output"]
-    # What is made of a result is rounded only where that is.
-    behind = (other for other, entry in plan.items() if any(result in entry.follows for result in results))
-    others = [other for other, full in sharing.items() if full != f"{path}.{name}" and other not in results]
-    others += behind
-    if others:
-        return f"{others[0]} reads the same tensor"
+    # Operations on an output are quantized only if the output is.
+    followers = (other for other, entry in plan.items() if any(result in entry.follows for result in results))
+    other_readers = [
+        other for other, operand in sharing.items() if operand != f"{path}.{name}" and other not in results
+    ]
+    other_readers += followers
+    if other_readers:
+        return f"{other_readers[0]} reads the same tensor"
     if not before or any(plan[result].follows != (before,) for result in results):
-        return "no convolution is before it with nothing but operations on single channels between"
-    if before not in plan or not _rounds_both(plan[before]):
-        return f"{before} before it is not in low precision"
+        return "its input is not a convolution's output followed only by channelwise operations"
+    if before not in plan or not _quantizes_both(plan[before]):
+        return f"{before} before it is not quantized"
     first = weight_record(observation, before)
     if first is None or second is None or first.weight is None or second.weight is None:
-        return "the weight of a convolution is computed, and cannot take factors up"
+        return "the weight of a convolution is computed, so factors cannot be folded into it"
     rows, shape = first.weight.tensor(), second.weight.tensor().shape
     if first.axis != 0 or second.axis != 0 or group is None or group.channels is None:
-        return "a convolution is transposed, or the number of its channels changes"
+        return "a convolution is transposed, or its number of channels varies"
     channels = len(rows)
     axis = 1 if shape[1] == channels else 0 if shape[1] == 1 and shape[0] == channels else None
     if axis is None or len(group.channels.low) != channels:
-        return "its groups have several channels"
+        return "its groups have several channels each"
     return _Pair(
         first=first,
         second=second,
@@ -150,26 +149,26 @@ def _pair(plan: Plan, observation: Seen, path: str, name: str) -> _Pair | str:
     )
 
 
-def _rounds_both(entry: SitePlan) -> bool:
+def _quantizes_both(entry: SitePlan) -> bool:
     # Weights in blocks have their scales along the input channels.
-    whole = all(operand.quantized and operand.block_size is None for operand in entry.operands)
-    return entry.quantized and whole
+    all_quantized = all(operand.quantized and operand.block_size is None for operand in entry.operands)
+    return entry.quantized and all_quantized
 
 
 def _ratio(channels: ChannelRange) -> float:
-    """Return the largest magnitude of a channel in medians over the channels that are not zeros."""
+    """Return the ratio of the largest channel magnitude to the median over non-zero channels."""
     magnitude = channels.magnitude[channels.magnitude > 0]
     return float(magnitude.max() / magnitude.median()) if len(magnitude) else 1.0
 
 
 def _solve(pairs: Sequence[_Pair]) -> None:
-    """Set the factors of all pairs: a convolution may be the first of one and the second of another."""
+    """Compute the factors of all pairs; a convolution may be the first of one pair and the second of another."""
     weights = {id(record): _values(record) for pair in pairs for record in (pair.first, pair.second)}
     for _ in range(_ROUNDS):
         largest = 0.0
         for pair in pairs:
             first, second = weights[id(pair.first)], weights[id(pair.second)]
-            s = equalizing_factors(_over(first, 0), _over(second, pair.axis))
+            s = equalizing_factors(_channel_magnitudes(first, 0), _channel_magnitudes(second, pair.axis))
             first /= _along(s, first, 0)
             second *= _along(s, second, pair.axis)
             pair.factors = pair.factors.to(s.device) * s
@@ -183,7 +182,7 @@ def _values(record: OperandRecord) -> Tensor:
     return record.weight.tensor().detach().double().abs()
 
 
-def _over(weight: Tensor, axis: int) -> Tensor:
+def _channel_magnitudes(weight: Tensor, axis: int) -> Tensor:
     """Return the largest magnitude of each index of an axis."""
     return weight.movedim(axis, 0).flatten(1).amax(1)
 
@@ -192,8 +191,8 @@ def _along(factors: Tensor, value: Tensor, axis: int) -> Tensor:
     return factors.to(value.device).reshape([-1] + [1] * (value.dim() - 1 - axis))
 
 
-def _take(work: Work, pairs: Sequence[_Pair]) -> None:
-    """Use the factors: those of first weights with one scale, and the ranges of x / s of the kept batches."""
+def _use_factors(work: Work, pairs: Sequence[_Pair]) -> None:
+    """Set the factors and the ranges of x / s on the stored batches."""
     by_site = {pair.site: (pair, *_group(pair, work)) for pair in pairs}
 
     def visit(call: SiteCall) -> None:
@@ -205,16 +204,16 @@ def _take(work: Work, pairs: Sequence[_Pair]) -> None:
 
     sites = [site for site in work.proxy.sites if site.path in by_site]
     visit_calls(work.proxy.module, sites, work.kept.few(), visit, "equalizing")
-    add_over_ranks([each.calibrator for _, group, _ in by_site.values() for each in (group, *group.parts)])
+    add_over_ranks([equalized.calibrator for _, group, _ in by_site.values() for equalized in (group, *group.parts)])
     for pair, group, factors in by_site.values():
         if not group.calibrator.count:
-            pair.read.left = "not equalized: no batch that was kept reaches it"
+            pair.read.left = "not equalized: no stored batch reaches it"
             continue
         assert pair.read.group is not None
-        for seen, each in zip((pair.read.group, *pair.read.group.parts), (group, *group.parts), strict=True):
-            if seen.channels is not None and each.calibrator.count:
-                low, high = seen.channels.low / factors, seen.channels.high / factors
-                each.calibrator.widen(float(low.min()), float(high.max()))
+        for original, equalized in zip((pair.read.group, *pair.read.group.parts), (group, *group.parts), strict=True):
+            if original.channels is not None and equalized.calibrator.count:
+                low, high = original.channels.low / factors, original.channels.high / factors
+                equalized.calibrator.widen(float(low.min()), float(high.max()))
         pair.read.smoothed = group
         for result in pair.results:
             work.observed.records[result].left = ReasonCode.EQUALIZED_BEHIND.text()
@@ -223,7 +222,7 @@ def _take(work: Work, pairs: Sequence[_Pair]) -> None:
 
 
 def _group(pair: _Pair, work: Work) -> tuple[RangeGroup, Tensor]:
-    """Return an empty group for the range of x / s, and s as the target holds it."""
+    """Return an empty range group for x / s, and s rounded to the target's float type."""
     factors = held_factors(pair.factors.reciprocal(), work.planned.scale_dtype)
     migration = Migration(alpha=None, factors=factors, axis=1 - _weight_axes(pair), weight_axis=pair.axis)
     assert pair.read.group is not None

@@ -1,7 +1,7 @@
-"""The groups that fall back to float: by rank, by name, or by a search under a budget.
+"""Groups that fall back to float: by rank, by name, or by a search under a budget.
 
-The groups come ranked by a cheap measure; here the metric decides. Bisection finds how many of the first groups must be
-float. Then groups are quantized again while the score allows it, lowest error per cost first.
+A cheap measure ranks the groups; the metric decides. Bisection finds how many of the first groups must be float. Then
+groups are quantized again while the score allows it, lowest error per cost first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Evaluation:
     Attributes:
         groups: the groups that were float.
         score: the value of the metric.
-        drop: how much worse the score is than the float model's.
+        drop: how much worse the score is than the float model's, in units of the metric.
         cost: the sum of the costs of ``groups``.
     """
 
@@ -47,15 +47,15 @@ class Fallback:
     """The groups that fall back to float, and how they were chosen.
 
     Attributes:
-        groups: the groups of the plan that are float for the accuracy, most sensitive first.
+        groups: the groups that are float for accuracy, most sensitive first.
         asked: the arguments of ``fallback()``, as text.
         ranks: the rank of each group; empty if the groups were chosen by name.
         evaluations: the scores that a search measured, in order.
         float_score: the score of the float model; None without a search.
         max_drop: the drop that the search allowed.
         slower: other groups that are float because low precision makes them slower, with the reason of each.
-        min_speedup: how many times as fast as in float the plan has to be.
-        speedup: how many times as fast it is predicted to be.
+        min_speedup: the required speedup over the float model.
+        speedup: the predicted speedup over the float model.
     """
 
     groups: tuple[str, ...]
@@ -76,7 +76,8 @@ class Fallback:
 
     @property
     def met(self) -> bool:
-        """True, unless the drop exceeds that of the search, or the plan is too slow. All in float drops by 0."""
+        """True unless the drop exceeds the budget of the search, or the plan is too slow. All groups in float drop by
+        0."""
         if self.min_speedup is not None:
             return self.speedup is not None and self.speedup >= self.min_speedup
         drops = {frozenset(entry.groups): entry.drop for entry in self.evaluations}
@@ -85,11 +86,11 @@ class Fallback:
     def reasons(self) -> dict[str, str]:
         """Return the reason why each group is float, by group."""
         ranks = self.ranks or (None,) * len(self.groups)
-        asked = {
+        chosen = {
             group: (ReasonCode.FALLBACK if rank is None else ReasonCode.RANKED).text(asked=self.asked, rank=rank)
             for group, rank in zip(self.groups, ranks, strict=True)
         }
-        return {**asked, **self.slower}
+        return {**chosen, **self.slower}
 
     def document(self) -> dict[str, Any]:
         """Return the record as lists, numbers and text, for a file."""
@@ -97,14 +98,16 @@ class Fallback:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Fallback:
-        """Return the record whose ``document()`` this is."""
+        """Return the record from the values of ``document()``."""
         try:
-            made: Fallback = decoded(cls, document, "fallback")
-            if made.ranks and len(made.ranks) != len(made.groups):
-                raise ValueError(f"fallback.ranks: {len(made.ranks)} for {len(made.groups)} groups")
+            fallback: Fallback = decoded(cls, document, "fallback")
+            if fallback.ranks and len(fallback.ranks) != len(fallback.groups):
+                raise ValueError(
+                    f"fallback.ranks: expected {len(fallback.groups)}, one per group, got {len(fallback.ranks)}"
+                )
         except ValueError as error:
             raise SensitivityError(f"the record of a fallback is damaged: {error}") from error
-        return made
+        return fallback
 
     def pareto_front(self) -> tuple[Evaluation, ...]:
         """Return the evaluations that no other beats in both cost and drop, cheapest first."""
@@ -120,13 +123,13 @@ def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, rati
     if ratio is not None:
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise SensitivityError(f"ratio={ratio!r}: expected a share between 0 and 1")
-        # In floating point 0.07 * 100 is a little more than 7, and must not be rounded up to 8.
+        # In floating point 0.07 * 100 is slightly above 7, which must not be rounded up to 8.
         count, asked = math.ceil(ratio * len(ranking) - _ROUNDING), f"ratio={ratio:g}"
     else:
         if isinstance(num, bool) or not isinstance(num, int) or num < 0:
             raise SensitivityError(f"num={num!r}: expected a whole number of groups, 0 or more")
         if num > len(ranking):
-            raise SensitivityError(f"num={num}: there are only {len(ranking)} quantized groups to keep in float")
+            raise SensitivityError(f"num={num}: only {len(ranking)} groups are quantized")
         count, asked = num, f"num={num}"
     return fallback_of(ranking[:count], asked)
 
@@ -151,33 +154,37 @@ def operands_of(plan: Plan) -> dict[str, list[str]]:
 
 
 def fallback_for_target(fallback: Fallback, plan: Plan, backend: str | None, other: Plan) -> Fallback:
-    """Return the fallback of one plan for another plan: that of another backend, or of more calibration data.
+    """Return the fallback of one plan for another plan, of another backend or after more calibration data.
 
-    The groups of the two plans differ if the targets do, or if other operands share a range. A group of the other
-    plan falls back as a whole if any of its operands fell back in the first plan. The scores of a search belong to the
-    first plan and are left out, and so do times, with the groups that are float for them.
+    Groups differ between targets, or if other operands share a range. A group of the other plan falls back if any of
+    its operands fell back in the first plan. The result has no scores and no times, because they belong to the first
+    plan.
     """
     operands = operands_of(plan)
     ranks = dict(zip(fallback.groups, fallback.ranks, strict=False))
-    put_back = {name: ranks.get(group) for group in fallback.groups for name in operands.get(group, ())}
-    found: dict[str, int | None] = {}
+    rank_of_operand = {name: ranks.get(group) for group in fallback.groups for name in operands.get(group, ())}
+    rank_of_group: dict[str, int | None] = {}
     for group, names in operands_of(other).items():
-        hits = [name for name in put_back if name in set(names)]
+        hits = [name for name in rank_of_operand if name in set(names)]
         if hits:
-            found[group] = put_back[hits[0]]
-    of_rank = tuple(rank for rank in found.values() if rank is not None)
+            rank_of_group[group] = rank_of_operand[hits[0]]
+    of_rank = tuple(rank for rank in rank_of_group.values() if rank is not None)
     return Fallback(
-        groups=tuple(found),
+        groups=tuple(rank_of_group),
         asked=fallback.asked if backend is None else f"{fallback.asked}, chosen for {backend}",
-        ranks=of_rank if len(of_rank) == len(found) else (),
+        ranks=of_rank if len(of_rank) == len(rank_of_group) else (),
     )
 
 
 def by_name(operands: Mapping[str, Sequence[str]], names: Sequence[str]) -> Fallback:
-    """Return the fallback of the groups whose operands ``names`` cover."""
+    """Return the fallback of the groups whose operands ``names`` cover.
+
+    Raises:
+        SensitivityError: a name matches nothing, or covers a part of a group only.
+    """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise SensitivityError(f"names={names!r}: expected a list of names")
-    taken: set[str] = set()
+    covered: set[str] = set()
     for name in names:
         hits = set(operands.get(name, ())) or {
             operand for members in operands.values() for operand in members if _covers(name, operand)
@@ -186,14 +193,14 @@ def by_name(operands: Mapping[str, Sequence[str]], names: Sequence[str]) -> Fall
             raise SensitivityError(
                 f"names: {name!r} matches no quantized group, module, site or operand; q.coverage lists them"
             )
-        taken |= hits
-    groups = [group for group, members in operands.items() if taken & set(members)]
+        covered |= hits
+    groups = [group for group, members in operands.items() if covered & set(members)]
     for group in groups:
-        missing = [operand for operand in operands[group] if operand not in taken]
+        missing = [operand for operand in operands[group] if operand not in covered]
         if missing:
             raise SensitivityError(
-                f"names: this would split the group {group}, which changes precision as a whole: {missing[0]} is not "
-                f"named; name the group, or all of {', '.join(operands[group])}"
+                f"names: the group {group} changes precision as a whole, but {missing[0]} is not named; name the "
+                f"group, or all of {', '.join(operands[group])}"
             )
     return Fallback(groups=tuple(groups), asked=f"names={list(names)}")
 
@@ -211,12 +218,12 @@ def per_cost(
     names = {entry.group for entry in ranking}
     strange, missing = sorted(set(costs) - names), sorted(names - set(costs))
     if strange or missing:
-        what = f"{strange[0]!r} is no group" if strange else f"the group {missing[0]!r} has no cost"
-        raise SensitivityError(f"costs: {what}; expected one number for each of the {len(names)} groups")
+        problem = f"{strange[0]!r} is not a group" if strange else f"the group {missing[0]!r} has no cost"
+        raise SensitivityError(f"costs: {problem}; expected one number for each of the {len(names)} groups")
     for name, cost in costs.items():
         if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < math.inf:
-            raise SensitivityError(f"costs: {name!r} has {cost!r}; expected a number, 0 or more")
-    # A residual add has no multiply-adds: groups that cost nothing come first.
+            raise SensitivityError(f"costs: {name!r} has {cost!r}; expected a number >= 0")
+    # A residual add has no multiply-adds; groups without cost come first.
     ordered = sorted(
         ranking, key=lambda entry: -(entry.error / costs[entry.group] if costs[entry.group] > 0 else math.inf)
     )
@@ -224,7 +231,7 @@ def per_cost(
 
 
 def _covers(pattern: str, operand: str) -> bool:
-    """Return whether a pattern matches an operand's path or the first segments of it."""
+    """Return whether a pattern matches an operand's path or a prefix of its segments."""
     segments = operand.split(".")
     return any(matches(pattern, ".".join(segments[:end])) for end in range(1, len(segments) + 1))
 
@@ -235,7 +242,7 @@ def fallback_record(
     checks: Sequence[EngineCheck] = (),
     scores: Sequence[Score] = (),
 ) -> FallbackRecord:
-    """Return the record of a fallback: its groups, the reason, and all scores of the search if there was one."""
+    """Return the record of a fallback: its groups, the reason, and all scores of a search."""
     front = chosen.pareto_front()
     return FallbackRecord(
         groups=chosen.groups,
@@ -254,28 +261,28 @@ def fallback_record(
 def budget_outcome(
     chosen: Fallback, max_drop: float | None, checks: Sequence[EngineCheck], scores: Sequence[Score]
 ) -> BudgetOutcome | None:
-    """Return whether a budget is met in the end; None if there was none. Arguments as of ``fallback_record``."""
-    asked = chosen.max_drop if max_drop is None else max_drop
-    if asked is None:
+    """Return whether the budget is met; None without a budget. Arguments as of ``fallback_record``."""
+    budget = chosen.max_drop if max_drop is None else max_drop
+    if budget is None:
         return None
     drops = {frozenset(tried.groups): tried.drop for tried in chosen.evaluations}
-    # Only the fallback of all groups may lack a score: it is the float model.
+    # Only the fallback of all groups may lack a score, because it is the float model.
     tuning = drops.get(frozenset(chosen.groups), 0.0)
     scored = quantized_score(scores)
     if scored is None or scored.difference is None:
         last = checks[-1].drop if checks else tuning
-        return BudgetOutcome(max_drop=asked, tuning_drop=tuning, verdict="met" if last <= asked else "not met")
-    # The difference of scores is a gain where more is better.
+        return BudgetOutcome(asked=budget, tuning=tuning, verdict="met" if last <= budget else "not met")
+    # The difference of scores is a gain if higher scores are better.
     sign = -1 if scored.higher_is_better else 1
     drop = sign * scored.difference
     low, high = sorted(sign * end for end in scored.interval or (scored.difference, scored.difference))
-    verdict = "met" if drop <= asked else "not met"
-    noisy = low <= asked < high
+    verdict = "met" if drop <= budget else "not met"
+    noisy = low <= budget < high
     return BudgetOutcome(
-        max_drop=asked,
-        tuning_drop=tuning,
-        form=scored.form,
-        evaluation_drop=drop,
+        asked=budget,
+        tuning=tuning,
+        which=scored.which,
+        evaluation=drop,
         interval=None if scored.interval is None else (low, high),
         verdict=f"{verdict}, within noise" if noisy else verdict,
     )
@@ -286,19 +293,19 @@ def fallback_reason(chosen: Fallback) -> str:
     if chosen.float_score is None:
         return f"chosen by fallback({chosen.asked})"
     scores = {frozenset(evaluation.groups): evaluation.score for evaluation in chosen.evaluations}
-    # Only the fallback of all groups may lack a score: it is the float model.
+    # Only the fallback of all groups may lack a score, because it is the float model.
     reached = scores.get(frozenset(chosen.groups), chosen.float_score)
-    missed = "" if chosen.met else "; the budget is not met, and this is the best plan found"
+    missed = "" if chosen.met else "; the budget is not met, this is the best plan found"
     return (
         f"found by fallback({chosen.asked}) in {1 + len(chosen.evaluations)} evaluations: {reached:.5f} on the "
-        f"tuning samples, where the float model has {chosen.float_score:.5f}{missed}"
+        f"tuning samples; the float model has {chosen.float_score:.5f}{missed}"
     )
 
 
 Candidate = tuple[GroupSensitivity, float]
 
 Tell = Callable[[Evaluation], object]
-"""A function that is told each score of a search, with the groups that were float."""
+"""A callback for each evaluation of a search."""
 
 
 def search(
@@ -311,39 +318,43 @@ def search(
     max_evaluations: int,
     tell: Tell | None = None,
 ) -> Fallback:
-    """Return the smallest fallback that it finds within ``max_drop``; if it finds none, that with the smallest drop.
+    """Return the smallest fallback found within ``max_drop``; if there is none, the one with the smallest drop.
 
-    The float model itself has a drop of 0, so a budget of 0 or more is met; one below 0 may not be.
+    The float model itself has a drop of 0, so a budget of 0 or more can always be met.
     """
     _check(max_drop, max_evaluations, len(candidates))
     sign = 1 if higher_is_better else -1
-    found: list[Evaluation] = []
+    evaluations: list[Evaluation] = []
     known: dict[tuple[str, ...], bool] = {}
 
-    # Most searches end long before the largest number of scores: a bar towards it would not tell when.
+    # Most searches end long before ``max_evaluations``, so the progress bar has no total.
     with loop("search", unit="score", done=1) as progress:
 
-        def meets(kept: Sequence[Candidate]) -> bool:
-            groups = tuple(part for entry, _ in kept for part in entry.parts)
+        def meets(in_float: Sequence[Candidate]) -> bool:
+            groups = tuple(part for entry, _ in in_float for part in entry.parts)
             if groups not in known:
                 value = score(groups)
                 drop = sign * (float_score - value)
-                found.append(Evaluation(groups=groups, score=value, drop=drop, cost=sum(cost for _, cost in kept)))
+                evaluations.append(
+                    Evaluation(groups=groups, score=value, drop=drop, cost=sum(cost for _, cost in in_float))
+                )
                 known[groups] = drop <= max_drop
                 progress.step()
                 if tell is not None:
-                    tell(found[-1])
+                    tell(evaluations[-1])
             return known[groups]
 
         needed = _prefix(candidates, meets)
-        kept = _without_needless(list(candidates[:needed]), meets, lambda: max_evaluations - 1 - len(found))
+        in_float = _without_needless(list(candidates[:needed]), meets, lambda: max_evaluations - 1 - len(evaluations))
     if max_drop < 0 and not any(known.values()):
-        best = min(found, key=lambda entry: (entry.drop, entry.cost))
-        # Otherwise all are kept: that is the float model, which drops by 0.
+        best = min(evaluations, key=lambda entry: (entry.drop, entry.cost))
+        # Otherwise all groups stay in float, which drops by 0.
         if best.drop <= 0:
-            kept = [candidate for candidate in candidates if set(candidate[0].parts) <= set(best.groups)]
-    record = fallback_of(sorted((entry for entry, _ in kept), key=lambda entry: entry.rank), f"max_drop={max_drop:g}")
-    return replace(record, evaluations=tuple(found), float_score=float_score, max_drop=float(max_drop))
+            in_float = [candidate for candidate in candidates if set(candidate[0].parts) <= set(best.groups)]
+    record = fallback_of(
+        sorted((entry for entry, _ in in_float), key=lambda entry: entry.rank), f"max_drop={max_drop:g}"
+    )
+    return replace(record, evaluations=tuple(evaluations), float_score=float_score, max_drop=float(max_drop))
 
 
 def _check(max_drop: float, max_evaluations: int, groups: int) -> None:
@@ -352,16 +363,16 @@ def _check(max_drop: float, max_evaluations: int, groups: int) -> None:
     least = 2 + math.ceil(math.log2(groups + 1))
     if isinstance(max_evaluations, bool) or not isinstance(max_evaluations, int) or max_evaluations < least:
         raise SensitivityError(
-            f"max_evaluations={max_evaluations!r}: bisecting {groups} groups takes up to {least} evaluations; expected "
-            f"{least} or more"
+            f"max_evaluations={max_evaluations!r}: expected at least {least}, which a bisection of {groups} groups may "
+            "take"
         )
 
 
 def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate]], bool]) -> int:
-    """Return how many of the first groups must be float with all others quantized, by bisection."""
+    """Return how many of the first groups must be float while all others are quantized, by bisection."""
     if meets(candidates[:0]):
         return 0
-    # With all groups float it is the float model, whose score is known.
+    # All groups in float are the float model, whose score is known.
     too_few, enough = 0, len(candidates)
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
@@ -373,25 +384,25 @@ def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate
 
 
 def _without_needless(
-    kept: list[Candidate], meets: Callable[[Sequence[Candidate]], bool], left: Callable[[], int]
+    in_float: list[Candidate], meets: Callable[[Sequence[Candidate]], bool], budget_left: Callable[[], int]
 ) -> list[Candidate]:
-    """Return the groups that must not be quantized: remove half of them at a time, and halves of a half that is needed.
+    """Return the groups that must stay in float: try to quantize halves, then halves of a needed half.
 
-    The last half comes first, since it has the lowest error per cost. All of it is repeated after a removal, since
-    a score need not improve with more float groups.
+    The last half comes first, because it has the lowest error per cost. The loop repeats after a removal, because a
+    score need not improve with more float groups.
     """
     before = -1
-    while len(kept) != before:
-        before = len(kept)
-        waiting = _halves(kept)
-        while waiting and left() > 0:
+    while len(in_float) != before:
+        before = len(in_float)
+        waiting = _halves(in_float)
+        while waiting and budget_left() > 0:
             part = waiting.pop()
-            fewer = [candidate for candidate in kept if candidate not in part]
+            fewer = [candidate for candidate in in_float if candidate not in part]
             if fewer and meets(fewer):
-                kept = fewer
+                in_float = fewer
             elif len(part) > 1:
                 waiting += _halves(part)
-    return kept
+    return in_float
 
 
 def _halves(part: list[Candidate]) -> list[list[Candidate]]:

@@ -1,14 +1,13 @@
-"""The choice of the codes of weights by data: GPTQ, tensor by tensor in the order in which the model computes.
+"""GPTQ: choose the integers of weights from data, tensor by tensor in the order in which the model computes.
 
-The inputs of a weight are those that it will have: of kept batches, without padding, with everything before in low
-precision and with its chosen codes, and themselves rounded (and smoothed) as planned. Weights that multiply one tensor
-are rounded together, so that in memory there is H (see ``numerics/weight_codes.py``) of one tensor at a time.
+The inputs of a weight come from stored batches without padding, with all preceding weights already rounded by GPTQ and
+activations quantized (and smoothed) as planned. Weights that multiply one tensor are rounded together, so memory holds
+H (see ``numerics/weight_codes.py``) of one tensor at a time. A weight keeps rounding to nearest unless its integers
+reduce the error of its own output.
 
-A weight whose codes make no smaller error at the output of its own product than the nearest ones keeps the nearest.
-
-Of INT4, 15 steps for all values of a scale, the range decides as much as the codes. With calibrator ``max`` it is the
-share of the largest magnitude with the least sum of c (w_r - w)^2, c being what an error in that column costs GPTQ. In
-the end ranges are multiplied so that outputs are as large as those in float (``output_gains``).
+INT4 has only 15 values per scale, so the range matters as much as the integers. With calibrator ``max`` the range is
+the share of the largest magnitude with the least sum of c (w_r - w)^2, where c is the cost of an error in that column
+for GPTQ. Finally ranges are multiplied so that outputs keep the magnitude of float outputs (``output_gains``).
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ from quantizer.utils.progress import counted
 _PRODUCT = 2  # operands
 
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6)
-"""The shares of the largest magnitude that are compared as the range of INT4."""
+"""The shares of the largest magnitude that are compared as ranges of INT4."""
 
 _Refused = dict[str, str]
-"""Why weights keep the nearest codes, by ``SITE.OPERAND``."""
+"""The reasons why weights are rounded to nearest, by ``SITE.OPERAND``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,28 +74,28 @@ class _Weighted:
         return f"{self.site.path}.{self.weight.name}"
 
     def round_as(self, chosen: RoundedWeight, settings: PlanSettings) -> None:
-        """Round the weight as chosen from now on."""
+        """Quantize the weight as chosen from now on."""
         quantizer, plan = self.site.quantizer(self.place), self.ranged(chosen.amax, settings)
         assert plan.scale is not None
         quantizer.set_scale(plan.scale, plan.dtype, plan.axis, plan.block_size)
         quantizer.set_codes(chosen.codes)
 
     def ranged(self, amax: Tensor | None, settings: PlanSettings) -> OperandPlan:
-        """Return the plan of the weight with other ranges; None: those of the calibrator."""
+        """Return the plan of the weight with the ranges ``amax``; None: the calibrator's ranges."""
         return with_range(self.weight, amax, settings.scale_dtype, settings.profile.weight_qmax)
 
     @property
     def shares(self) -> tuple[Any, ...]:
-        """The key of weights with one H; only linears all read their input by its last axis."""
+        """The key of weights with one H; only linear layers always read the last axis of their input."""
         alone = self.site if self.group is None or self.site.operation.name != "linear" else None
         return self.group, self.other.quantized, self.other.dtype, alone
 
 
 def round_weights(plan: Plan, work: Work) -> Plan:
-    """Choose the codes of all weights that a plan quantizes, and the ranges of those in INT4.
+    """Choose the integers of all weights that a plan quantizes, and the ranges of those in INT4.
 
-    Set ``rounded`` of their records. After an interrupt the next call goes on with the tensor that was not finished, if
-    nothing else changed.
+    Set ``rounded`` of their records. After an interrupt the next call continues with the unfinished tensor, if nothing
+    else changed.
     """
     refused: _Refused = {}
     weights, done = list(_weights(plan, work, refused)), progress(plan, work).weights
@@ -105,24 +104,24 @@ def round_weights(plan: Plan, work: Work) -> Plan:
         units = _units(weights, passes)
         with counted(units, "rounding weights", unit="tensor") as steps:
             for unit in steps:
-                if any(one.name not in done for one in unit):
+                if any(weighted.name not in done for weighted in unit):
                     done.update(_rounded(unit, passes, work.planned, work.settings.act_order))
-                for one in unit:
-                    one.round_as(done[one.name], work.planned)
-    reached = {one.name for unit in units for one in unit}
-    refused |= {one.name: UNREACHED for one in weights if one.name not in reached}
+                for weighted in unit:
+                    weighted.round_as(done[weighted.name], work.planned)
+    reached = {weighted.name for unit in units for weighted in unit}
+    refused |= {weighted.name: UNREACHED for weighted in weights if weighted.name not in reached}
     record(work.observed, {**{name: nearest(why) for name, why in refused.items()}, **done})
     return work.plan()
 
 
 def _weights(plan: Plan, work: Work, refused: _Refused) -> Iterator[_Weighted]:
-    """Yield the sites whose weights can be rounded by data, and record why others cannot."""
+    """Yield the sites whose weights can be rounded by data; add the reason for others to ``refused``."""
     stored = stored_weights(plan)
     for site in work.proxy.planned(plan):
         entry = plan[site.path]
         names = [operand.name for operand in site.operation.operands]
         weight = next((o for o in entry.operands if o.quantized and o.role == "weight"), None)
-        # What an embedding looks up is multiplied by nothing: nearest is best.
+        # The entries of an embedding multiply nothing, so rounding to nearest is best.
         if weight is None or entry.kind == "embedding":
             continue
         name, why = f"{site.path}.{weight.name}", why_nearest(weight, stored, "gptq")
@@ -132,21 +131,21 @@ def _weights(plan: Plan, work: Work, refused: _Refused) -> Iterator[_Weighted]:
             refused[name] = why
         else:
             records = work.observed.records[site.path].operands
-            seen, other = records[weight.name].weight, next(o for o in entry.operands if o.name != weight.name)
-            assert seen is not None
+            parameter, other = records[weight.name].weight, next(o for o in entry.operands if o.name != weight.name)
+            assert parameter is not None
             yield _Weighted(
                 site=site,
                 place=names.index(weight.name),
                 weight=weight,
                 other=other,
                 group=records[other.name].group if other.name in records else None,
-                read=seen.tensor,
+                read=parameter.tensor,
             )
 
 
 def _units(weights: Iterable[_Weighted], passes: Replay) -> list[list[_Weighted]]:
-    """Return the weights that batches reach, those with one H together, in the order of their first calls."""
-    by_site = {one.site: one for one in weights}
+    """Return the reached weights, grouped by shared H, in the order of their first calls."""
+    by_site = {weighted.site: weighted for weighted in weights}
     units: dict[tuple[Any, ...], list[_Weighted]] = {}
     for site in passes.in_order(by_site):
         units.setdefault(by_site[site].shares, []).append(by_site[site])
@@ -155,10 +154,10 @@ def _units(weights: Iterable[_Weighted], passes: Replay) -> list[list[_Weighted]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Inputs:
-    """The rows x [G, M, K] that weights multiply.
+    """The statistics of the rows x [G, M, K] that weights multiply.
 
     Attributes:
-        hessian: the sum of x^T x, float64 [G, K, K]; None: there are none yet.
+        hessian: the sum of x^T x, float64 [G, K, K]; None: no rows yet.
         total: the sum of x, float64 [G, 1, K].
         rows: M, without rows of zeros.
     """
@@ -190,57 +189,68 @@ def _rounded(unit: list[_Weighted], passes: Replay, settings: PlanSettings, by_s
     def visit(site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None) -> None:
         x = site.quantizer(1 - first.place)(site.argument(1 - first.place, args, keywords))
         x = with_zeroed_padding(x, mask, channels_last=site.operation.name == "linear")
-        for one in unit:
-            found = product_rows(one.site, one.place, x, one.read(), args, keywords)
-            if products.setdefault(one.name, found) != found:
-                products[one.name] = "its product is another one from call to call"
+        for weighted in unit:
+            rows = product_rows(weighted.site, weighted.place, x, weighted.read(), args, keywords)
+            if products.setdefault(weighted.name, rows) != rows:
+                products[weighted.name] = "its operation differs between calls"
         product = products[first.name]
         if not isinstance(product, str):
             for part in product.inputs(x.float()):
                 inputs.add(part)
 
     passes.visit(first.site, visit)
-    # With other codes before it, a model that routes its data may leave the site out.
-    return {one.name: _best(one, products.get(one.name, UNREACHED), inputs, settings, by_size) for one in unit}
+    # A model that routes its data may skip the site after preceding weights were rounded.
+    return {
+        weighted.name: _best(weighted, products.get(weighted.name, UNREACHED), inputs, settings, by_size)
+        for weighted in unit
+    }
 
 
 def _best(
-    one: _Weighted, product: ProductRows | str, inputs: _Inputs, settings: PlanSettings, by_size: bool
+    weighted: _Weighted, product: ProductRows | str, inputs: _Inputs, settings: PlanSettings, by_size: bool
 ) -> RoundedWeight:
-    """Return the codes of a weight by GPTQ, if they make a smaller error than the nearest."""
+    """Return the integers of a weight by GPTQ, if they reduce the error, else rounding to nearest."""
     if isinstance(product, str) or inputs.hessian is None:
         return nearest(product if isinstance(product, str) else UNREACHED)
-    values, kind, qmax = as_rounded(one.weight, one.read()), qtype(one.weight.dtype), settings.profile.weight_qmax
+    values, kind, qmax = (
+        as_rounded(weighted.weight, weighted.read()),
+        qtype(weighted.weight.dtype),
+        settings.profile.weight_qmax,
+    )
     costs = column_costs(inputs.hessian, rows=inputs.rows, by_size=by_size)
     if costs is None:
-        return nearest("what it multiplies has squares beyond float32")
-    # A factor a channel of one scale is folded into the layer behind, and leaves no range to choose.
-    free = kind == INT4 and one.weight.spread is None
-    amax = _range(one.weight, values, product, costs) if free and one.weight.estimate is None else None
-    weight, steps = product.weight(values), product.weight(_steps(one.ranged(amax, settings), values))
+        return nearest("the squares of its inputs exceed float32")
+    # With one scale and a factor per channel (equalization) there is no range to choose.
+    chooses_range = kind == INT4 and weighted.weight.spread is None
+    amax = (
+        _range(weighted.weight, values, product, costs) if chooses_range and weighted.weight.estimate is None else None
+    )
+    weight, steps = product.weight(values), product.weight(_scales_of_values(weighted.ranged(amax, settings), values))
     low, high = (int(kind.qmin), int(kind.qmax)) if qmax is None or kind != INT8 else (-qmax, qmax)
     codes = gptq_codes(weight, inputs.hessian, steps, low, high, rows=inputs.rows, by_size=by_size)
     assert codes is not None
-    if free:
+    if chooses_range:
         gains = output_gains(weight, codes * steps, inputs.covariance)[..., None].expand_as(weight)
-        amax = _times(one.weight if amax is None else replace(one.weight, amax=amax), product.as_weight(gains))
-        steps = product.weight(_steps(one.ranged(amax, settings), values))
-    usual = product.weight(_nearest(one.weight, values))
-    error, former = (output_error(weight, found, inputs.hessian) for found in (codes * steps, usual))
+        amax = _scaled_range(
+            weighted.weight if amax is None else replace(weighted.weight, amax=amax), product.as_weight(gains)
+        )
+        steps = product.weight(_scales_of_values(weighted.ranged(amax, settings), values))
+    nearest_values = product.weight(_nearest(weighted.weight, values))
+    error, former = (output_error(weight, candidate, inputs.hessian) for candidate in (codes * steps, nearest_values))
     if not error < former:
-        return nearest("gptq makes no smaller error")
+        return nearest("gptq does not reduce the error")
     text = f"gptq, {error / former:.2f} of the error of rounding to nearest"
     return RoundedWeight(codes=product.as_weight(codes), text=text, amax=amax)
 
 
 def _range(weight: OperandPlan, values: Tensor, product: ProductRows, costs: Tensor) -> Tensor:
-    """Return the range of each scale with which rounding to nearest costs least.
+    """Return the range of each scale for which rounding to nearest costs least.
 
     Args:
         weight: the plan of the weight.
-        values: the values that are rounded [*].
-        product: the rows of the product.
-        costs: what an error costs in each column of the rows [G, K].
+        values: the values to quantize [*].
+        product: the layout of the weight as rows.
+        costs: the cost of an error in each column of the rows [G, K].
     """
     assert weight.amax is not None
     of_each = product.as_weight(costs[:, None, :].expand(product.weight(values).shape).to(values.dtype))
@@ -248,7 +258,7 @@ def _range(weight: OperandPlan, values: Tensor, product: ProductRows, costs: Ten
     return least_error_amax(values, weight.amax, weight.axis, weight.block_size, kind, _SHARES, of_each)
 
 
-def _times(weight: OperandPlan, gains: Tensor) -> Tensor:
+def _scaled_range(weight: OperandPlan, gains: Tensor) -> Tensor:
     """Return the range of each scale times the mean of its values' gains [*]."""
     assert weight.amax is not None
     return weight.amax * over_scale(gains.to(weight.amax.dtype), weight.axis, weight.block_size, torch.mean)
@@ -260,14 +270,14 @@ def _nearest(weight: OperandPlan, values: Tensor) -> Tensor:
     return fake_quantize(values, weight.scale, weight.dtype, axis=weight.axis, block_size=weight.block_size)
 
 
-def _steps(weight: OperandPlan, values: Tensor) -> Tensor:
+def _scales_of_values(weight: OperandPlan, values: Tensor) -> Tensor:
     """Return the scale of each value [*]."""
     assert weight.scale is not None
     return scale_of_each(weight.scale, values.shape, weight.axis, weight.block_size)
 
 
 class ProductRows(Protocol):
-    """A weighted product in rows."""
+    """A multiplication by a weight, laid out as rows."""
 
     def weight(self, values: Tensor) -> Tensor:
         """Return values in the weight's own shape as [G, N, K]."""
@@ -282,7 +292,7 @@ class ProductRows(Protocol):
 def product_rows(
     site: Site, place: int, x: Tensor, weight: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> ProductRows | str:
-    """Return the rows of a site's call, or why it has none."""
+    """Return the row layout of a site's call, or why it has none."""
     name = site.operation.name
     if name in ("conv1d", "conv2d", "conv3d"):
         return _convolution(x, weight, args, keywords)
@@ -291,27 +301,27 @@ def product_rows(
 
 
 def _equation(name: str, lhs: Tensor, rhs: Tensor) -> str | None:
-    """Return a product of the catalogue as an equation of ``einsum``; None if it is none."""
+    """Return a matrix multiplication as an equation of ``einsum``; None for other operations."""
     if name == "linear":
         return "...k,nk->...n"
     if name == "addbmm":
         return "bmk,bkn->mn"
     if name in ("matmul", "mm", "bmm", "addmm", "baddbmm"):
         first, second = "...mk" if lhs.dim() > 1 else "k", "...kn" if rhs.dim() > 1 else "k"
-        kept = ("m" if lhs.dim() > 1 else "") + ("n" if rhs.dim() > 1 else "")
-        return f"{first},{second}->...{kept}" if lhs.dim() > 1 or rhs.dim() > 1 else "k,k->"
+        output = ("m" if lhs.dim() > 1 else "") + ("n" if rhs.dim() > 1 else "")
+        return f"{first},{second}->...{output}" if lhs.dim() > 1 or rhs.dim() > 1 else "k,k->"
     return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Contraction:
-    """A product that an equation describes.
+    """A multiplication that an einsum equation describes.
 
     Attributes:
-        weight_axes: the axes of the weight: those of both operands that are kept, its own, and those summed over.
+        weight_axes: the axes of the weight, in the order batch, own, summed.
         other_axes: the same of the other operand.
-        batch: the number of axes of the first kind.
-        summed: the number of axes of the last kind.
+        batch: the number of batch axes.
+        summed: the number of summed axes.
         shape: the shape of the weight.
     """
 
@@ -339,17 +349,17 @@ class _Contraction:
 
 def _contraction(equation: str, place: int, x: Tensor, weight: Tensor) -> ProductRows | str:
     tensors = (x, weight) if place else (weight, x)
-    found = labels(equation, [tensor.dim() for tensor in tensors])
-    own, other = found.operands[place], found.operands[1 - place]
-    sizes = found.sizes([tensor.shape for tensor in tensors])
-    for names, tensor in zip(found.operands, tensors, strict=True):
+    parsed = labels(equation, [tensor.dim() for tensor in tensors])
+    own, other = parsed.operands[place], parsed.operands[1 - place]
+    sizes = parsed.sizes([tensor.shape for tensor in tensors])
+    for names, tensor in zip(parsed.operands, tensors, strict=True):
         if any(sizes[name] != size for name, size in zip(names, tensor.shape, strict=True)):
             return "one of its operands is broadcast"
     both = [name for name in own if name in other]
-    batch = [name for name in both if name in found.output]
-    summed = [name for name in both if name not in found.output]
-    if found.contracted - set(summed):
-        return "it sums over an axis of one operand alone"
+    batch = [name for name in both if name in parsed.output]
+    summed = [name for name in both if name not in parsed.output]
+    if parsed.contracted - set(summed):
+        return "it sums over an axis of only one operand"
 
     def axes(names: tuple[str, ...]) -> tuple[int, ...]:
         single = [name for name in names if name not in both]
@@ -362,7 +372,7 @@ def _contraction(equation: str, place: int, x: Tensor, weight: Tensor) -> Produc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Convolution:
-    """A convolution: each position of its output is a row of the patch that it reads.
+    """A convolution: each position of its output multiplies the patch that it reads, as a row.
 
     Attributes:
         groups: G.
@@ -386,7 +396,7 @@ class _Convolution:
     def inputs(self, x: Tensor) -> Iterator[Tensor]:
         kernel = self.shape[2:]
         images = x if x.dim() == len(self.shape) else x.unsqueeze(0)
-        # One image at a time: its patches are as many times as large as the kernel has elements.
+        # One image at a time, because patches multiply its size by the number of kernel elements.
         for image in images:
             patches = F.pad(image, self.padding)
             for axis, (size, step, apart) in enumerate(zip(kernel, self.stride, self.dilation, strict=True), start=1):
@@ -398,17 +408,19 @@ class _Convolution:
 
 
 def _convolution(x: Tensor, weight: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> ProductRows:
-    given = dict(zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, strict=False))
-    given = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **given, **keywords}
+    arguments = dict(zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, strict=False))
+    arguments = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **arguments, **keywords}
     axes = weight.dim() - 2
-    stride, dilation = _by_axis(given["stride"], axes), _by_axis(given["dilation"], axes)
-    if given["padding"] == "same":
+    stride, dilation = _by_axis(arguments["stride"], axes), _by_axis(arguments["dilation"], axes)
+    if arguments["padding"] == "same":
         total = [apart * (size - 1) for size, apart in zip(weight.shape[2:], dilation, strict=True)]
-        sides = [(whole // 2, whole - whole // 2) for whole in total]
+        sides = [(total_of_axis // 2, total_of_axis - total_of_axis // 2) for total_of_axis in total]
     else:
-        sides = [(size, size) for size in _by_axis(0 if given["padding"] == "valid" else given["padding"], axes)]
+        sides = [
+            (size, size) for size in _by_axis(0 if arguments["padding"] == "valid" else arguments["padding"], axes)
+        ]
     return _Convolution(
-        groups=int(given["groups"]),
+        groups=int(arguments["groups"]),
         stride=stride,
         dilation=dilation,
         padding=tuple(size for side in reversed(sides) for size in side),
@@ -417,7 +429,7 @@ def _convolution(x: Tensor, weight: Tensor, args: Sequence[Any], keywords: Mappi
 
 
 def _by_axis(value: Any, axes: int) -> tuple[int, ...]:
-    """Return an argument of a convolution for each axis: torch takes one number for all."""
+    """Return an argument of a convolution for each axis; torch accepts one number for all."""
     values = tuple(int(size) for size in value) if isinstance(value, Sequence) else (int(value),)
     return values * axes if len(values) == 1 else values
 

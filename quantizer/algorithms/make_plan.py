@@ -1,7 +1,7 @@
-"""The step from statistics to a plan, with the choices of all algorithms; which algorithms there are.
+"""The step from statistics to a plan, with the choices of all algorithms.
 
-To add one, write a file with an ``Algorithm`` and put it into ``CHOICES``. Their order is that of this list.
-Algorithms of other packages, in ``algorithms``, come after them.
+To add an algorithm, write a file with an ``Algorithm`` and add it to ``CHOICES``, which defines the order. Algorithms
+of other packages, in ``algorithms``, run after them.
 """
 
 from __future__ import annotations
@@ -42,29 +42,31 @@ CHOICES = (
     reconstruction.ALGORITHM,
     awq.ALGORITHM,
 )
-"""The algorithms that choose ranges, factors and codes, which a folder keeps with the statistics."""
+"""The algorithms that choose ranges, factors and integers; a folder saves their choices with the statistics."""
 
 AFTERWARDS = (bias_correction.ALGORITHM,)
-"""Those that measure with ranges and codes as they came out, of which a folder keeps the plan alone."""
+"""The algorithms that run with the chosen ranges and integers; a folder saves only the resulting plan."""
 
 
 def _choices(settings: Settings) -> dict[str, Algorithm]:
-    """Return the algorithms that choose and that settings ask for, in their order, by what errors call them."""
-    named = {one.run.__module__: one for one in CHOICES} | {repr(name): algorithms[name] for name in algorithms}
-    return {name: one for name, one in named.items() if one.wanted(settings)}
+    """Return the requested algorithms that make choices, in order, by their names in errors."""
+    by_name = {algorithm.run.__module__: algorithm for algorithm in CHOICES} | {
+        repr(name): algorithms[name] for name in algorithms
+    }
+    return {name: algorithm for name, algorithm in by_name.items() if algorithm.wanted(settings)}
 
 
 def _afterwards(settings: Settings) -> dict[str, Algorithm]:
-    return {one.run.__module__: one for one in AFTERWARDS if one.wanted(settings)}
+    return {algorithm.run.__module__: algorithm for algorithm in AFTERWARDS if algorithm.wanted(settings)}
 
 
-def _wanted(settings: Settings) -> list[Algorithm]:
+def _requested(settings: Settings) -> list[Algorithm]:
     return [*_choices(settings).values(), *_afterwards(settings).values()]
 
 
 def make_observation(proxy: Proxied) -> Observation:
     """Return an observation of a proxy, not attached yet."""
-    settings, enough = proxy.settings, _kept(proxy.settings)
+    settings, enough = proxy.settings, _stored_batches(proxy.settings)
     watched = Watched(
         make=settings.make_calibrator,
         refused=proxy.excluded,
@@ -77,50 +79,50 @@ def make_observation(proxy: Proxied) -> Observation:
     return Observation(proxy.sites, watched, None if enough is None else ReplayBatches(enough=enough))
 
 
-def _kept(settings: Settings) -> Enough | None:
-    return max((one.batches for one in _wanted(settings)), key=lambda enough: enough.most, default=None)
+def _stored_batches(settings: Settings) -> Enough | None:
+    return max((algorithm.batches for algorithm in _requested(settings)), key=lambda enough: enough.most, default=None)
 
 
 def _channels(settings: Settings) -> tuple[str, ...]:
-    """Return the kinds of site for whose inputs the range of each channel is needed."""
-    return tuple(dict.fromkeys(kind for one in _wanted(settings) for kind in one.channels(settings)))
+    """Return the kinds of site whose inputs need a range per channel."""
+    return tuple(dict.fromkeys(kind for algorithm in _requested(settings) for kind in algorithm.channels(settings)))
 
 
 def replays_batches(settings: Settings) -> bool:
-    """Return whether the model is run again to choose ranges or codes, for which batches are kept."""
+    """Return whether stored batches run again to choose ranges or integers."""
     return bool(_choices(settings))
 
 
 def keeps_batches(settings: Settings) -> bool:
-    """Return whether batches are kept, since a plan takes runs of the model for ranges, codes or biases."""
-    return _kept(settings) is not None
+    """Return whether calibration stores batches, because ranges, integers or biases need runs of the model."""
+    return _stored_batches(settings) is not None
 
 
 def needs_batches(settings: Settings) -> bool:
-    """Return whether there is no plan without kept batches; other choices have a default for that case."""
-    return any(one.needs_batches(settings) for one in _wanted(settings))
+    """Return whether no plan exists without stored batches; other choices have a default."""
+    return any(algorithm.needs_batches(settings) for algorithm in _requested(settings))
 
 
 def sees_the_same(first: Settings, second: Settings, *, convolves: bool = True) -> bool:
-    """Return whether calibration sees the same with both settings, so that its statistics serve either.
+    """Return whether calibration with both settings gives the same statistics.
 
-    The percentile of a range is taken from them later, and so is what the target of a backend wants.
+    The percentile of a range and the preferences of a backend are applied later, so they do not matter.
     """
-    results = not convolves or first.target.quantizes_outputs == second.target.quantizes_outputs
-    return results and _seen_with(first) == _seen_with(second)
+    same_outputs = not convolves or first.target.quantizes_outputs == second.target.quantizes_outputs
+    return same_outputs and _statistics_key(first) == _statistics_key(second)
 
 
-def _seen_with(settings: Settings) -> tuple[object, ...]:
+def _statistics_key(settings: Settings) -> tuple[object, ...]:
     calibrator = settings.make_calibrator()
-    kept = (type(calibrator), calibrator.histogram is None, _kept(settings), _channels(settings))
-    return (settings.off, settings.include, settings.exclude, settings.all_experts, *kept)
+    replay = (type(calibrator), calibrator.histogram is None, _stored_batches(settings), _channels(settings))
+    return (settings.off, settings.include, settings.exclude, settings.all_experts, *replay)
 
 
 def make_plan(proxy: Proxied, observed: Seen) -> Plan:
-    """Return the plan of a calibrated proxy, after all algorithms that the settings ask for.
+    """Return the plan of a calibrated proxy, after all algorithms that the settings request.
 
-    Their choices are noted in the statistics, and made again after more data. This runs the proxy, so pause its
-    observation first. What was chosen for another backend whose plans are alike is taken over.
+    Their choices are recorded in the statistics, and made again after more data. This runs the proxy, so pause its
+    observation first. Choices for another backend with equivalent plans are reused.
     """
     work, settings, digest = Work.of(proxy, observed), proxy.settings, None
     known = Known() if observed.kept is None else observed.kept.known
@@ -137,16 +139,16 @@ def make_plan(proxy: Proxied, observed: Seen) -> Plan:
                 observed.take_choices(known.choices[digest])
                 plan = work.plan()
             else:
-                plan = _carried_out(_choices(settings), plan, work)
+                plan = _run_algorithms(_choices(settings), plan, work)
             observed.chosen_at, observed.rounding = observed.batches, None
-        plan = _carried_out(_afterwards(settings), plan, work)
+        plan = _run_algorithms(_afterwards(settings), plan, work)
     if digest is not None and digest not in known.choices:
         known.keep(digest, observed)
     return plan
 
 
-def _carried_out(wanted: Mapping[str, Algorithm], plan: Plan, work: Work) -> Plan:
-    for name, algorithm in wanted.items():
+def _run_algorithms(requested: Mapping[str, Algorithm], plan: Plan, work: Work) -> Plan:
+    for name, algorithm in requested.items():
         with named_in_errors(f"algorithm {name}"):
             plan = algorithm.run(plan, work)
         if not isinstance(plan, dict):
@@ -155,7 +157,7 @@ def _carried_out(wanted: Mapping[str, Algorithm], plan: Plan, work: Work) -> Pla
 
 
 def _digest(plan: Plan, work: Work) -> str | None:
-    """Return the SHA-256 of all that choices by running batches depend on; None: they are of this quantizer alone."""
+    """Return the SHA-256 of all inputs of choices made by running batches; None if they cannot be shared."""
     proxy, kept, buffers = work.proxy, work.observed.kept, dict(work.proxy.module.named_buffers())
     if kept is None or get_world_size() > 1 or not all(map(_has_plain_values, buffers.values())):
         return None
@@ -176,6 +178,6 @@ def _digest(plan: Plan, work: Work) -> str | None:
 
 
 def _has_plain_values(tensor: torch.Tensor) -> bool:
-    """Return whether all values of a tensor lie in memory as they are, none left out and none in codes."""
-    held = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-    return held and not tensor.is_meta and not tensor.is_quantized
+    """Return whether a tensor is dense and neither quantized nor a subclass."""
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    return plain and not tensor.is_meta and not tensor.is_quantized

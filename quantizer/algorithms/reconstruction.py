@@ -1,25 +1,21 @@
-"""The codes of weights and the ranges of activations that are learned with a block, each with one parameter.
+"""Choose the integers of weights and the ranges of activations by the outputs of blocks, by signed gradient descent.
 
-A parameter is moved by the sign of its gradient, whatever the gradient's size, so that ``rate`` is how far it gets.
+    integer = clamp(round(w / scale + v)),  v in [-1/2, 1/2]        v <- v - rate * sign(d error / d v)
 
-The choice of the codes of weights by the outputs of blocks, by signed gradient descent.
-
-    code = clamp(round(w / scale + v)),  v in [-1/2, 1/2]        v <- v - rate * sign(d error / d v)
-
-The error is that of a block's output, quantized against float; labels are not read. Blocks are taken one after another
-in the order in which the model computes. The inputs of each are those that it will have, with everything before in low
-precision and with its chosen codes.
+The error compares the quantized with the float output of a block; labels are not read. Blocks are processed in the
+order in which the model computes. The inputs of each block have everything before it quantized with the chosen
+integers. Each parameter moves by the sign of its gradient, so ``rate`` is its distance per step.
 
 The error of blocks is from BRECQ (Li et al. 2021, arXiv:2102.05426), the descent from AutoRound (Cheng et al. 2023,
-arXiv:2309.05516): all its steps are with codes, and some hundred suffice where AdaRound (Nagel et al. 2020,
-arXiv:2004.10568) takes ten thousand to come to codes. To leave some of the inputs and activations in float (QDrop, Wei
-et al. 2022, arXiv:2203.05740) gained nothing (docs/design/calibration.md).
+arXiv:2309.05516): it always evaluates integers, and some hundred steps suffice where AdaRound (Nagel et al. 2020,
+arXiv:2004.10568) takes ten thousand. Leaving some inputs and activations in float (QDrop, Wei et al. 2022,
+arXiv:2203.05740) gained nothing (docs/design/calibration.md).
 
-A part of the batches is only for checks: there the codes must make a smaller error than the nearest ones.
+Some batches are reserved for checks, on which the integers must have a smaller error than rounding to nearest.
 
-A container that lists blocks (``encoder.layer``, the stages of a convolutional network) is taken apart into them; so is
-every module that such a container is in. What is left is a block, which holds all sites that it calls: an encoder
-layer, an inverted residual, a head.
+Containers that list blocks (``encoder.layer``, the stages of a convolutional network), and modules around them, are
+split into their children. Each remaining module is a block with all sites that it calls: an encoder layer, an inverted
+residual, a head.
 """
 
 from __future__ import annotations
@@ -74,7 +70,7 @@ from quantizer.utils.progress import counted
 from quantizer.utils.torch_modes import Autocast
 
 _WITHIN = 0.45
-"""How far from a code, in steps, a number may be that is to be rounded to it whatever floats do."""
+"""The largest distance from an integer, in units of the scale, at which rounding to it is certain."""
 
 
 Block = tuple[str, nn.Module, tuple[Site, ...]]
@@ -82,14 +78,14 @@ Block = tuple[str, nn.Module, tuple[Site, ...]]
 
 
 def blocks_of(model: nn.Module, sites: Collection[Site]) -> list[Block]:
-    """Return the blocks of a proxy that have some of ``sites``, in the order of its modules.
+    """Return the blocks of a proxy that contain some of ``sites``, in the order of its modules.
 
-    Sites that a module calls which is taken apart, such as a residual addition between blocks, are in none.
+    Sites of modules that are split, such as a residual add between blocks, belong to no block.
     """
-    wanted = {id(site) for site in sites}
+    site_ids = {id(site) for site in sites}
 
     def inside(module: nn.Module) -> tuple[Site, ...]:
-        return tuple(entry for entry in module.modules() if isinstance(entry, Site) and id(entry) in wanted)
+        return tuple(entry for entry in module.modules() if isinstance(entry, Site) and id(entry) in site_ids)
 
     def parts(path: str, module: nn.Module) -> Iterator[Block]:
         if not _lists_blocks_within(module):
@@ -99,7 +95,7 @@ def blocks_of(model: nn.Module, sites: Collection[Site]) -> list[Block]:
             if not isinstance(child, SourceCall) and inside(child):
                 yield from parts(f"{path}.{name}" if path else name, child)
 
-    return list(parts("", model)) if wanted else []
+    return list(parts("", model)) if site_ids else []
 
 
 def _lists_blocks_within(module: nn.Module) -> bool:
@@ -107,7 +103,7 @@ def _lists_blocks_within(module: nn.Module) -> bool:
 
 
 def _lists_blocks(container: nn.Module) -> bool:
-    """Return whether a container holds modules with modules of their own, and not only layers."""
+    """Return whether a container holds modules with submodules, not only layers."""
     return any(_has_modules(child) for child in container.children())
 
 
@@ -115,7 +111,7 @@ def _has_modules(module: nn.Module) -> bool:
     return any(not isinstance(child, SourceCall | OperandQuantizer) for child in module.children())
 
 
-class _Given(NamedTuple):
+class _CallInputs(NamedTuple):
     """The (positional, keyword) arguments of a call, and the state in which it was made."""
 
     arguments: Batch
@@ -123,8 +119,8 @@ class _Given(NamedTuple):
     before: Mapping[str, int]
 
     @classmethod
-    def now(cls, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> _Given:
-        """Return copies of the arguments of a call that is made now."""
+    def now(cls, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> _CallInputs:
+        """Return copies of the arguments of the current call."""
         return cls(copied(args, keywords), Autocast.now(), calls_so_far() or {})
 
 
@@ -133,46 +129,45 @@ class BlockCall:
     """One call of a block.
 
     Attributes:
-        given: its arguments with all that is before it rounded.
+        given: its arguments, with everything before the block quantized.
         mask: the real tokens of the batch, [B, S]; None: all are real.
-        expected: the floating tensors of its output without padding, all being float.
-        power: the sum of their squares, which is not 0, without values that are masks.
+        expected: the floating tensors of its float output, without padding.
+        power: the sum of their squares without masks, which is not 0.
     """
 
-    given: _Given
+    given: _CallInputs
     mask: Tensor | None
     expected: list[Tensor]
     power: float
 
     def error(self, run: Callable[..., Any]) -> Tensor:
-        """Return the error of the block's output |z - y|^2 / |y|^2; ``run`` computes the block."""
-        found = _outputs(run, self.given, self.mask)
+        """Return the error |z - y|^2 / |y|^2 of the block's output; ``run`` computes the block."""
+        outputs = _outputs(run, self.given, self.mask)
         squares = [
-            (one - other)[is_no_mask(other)].float().square().sum()
-            for one, other in zip(found, self.expected, strict=True)
+            (actual - expected)[is_no_mask(expected)].float().square().sum()
+            for actual, expected in zip(outputs, self.expected, strict=True)
         ]
         return torch.stack(squares).sum() / self.power
 
 
 class BlockCalls:
-    """The calls of the blocks of a proxy with a plan, of some batches."""
+    """The calls of the blocks of a proxy with a plan, on some batches."""
 
     def __init__(self, proxy: Proxied, batches: Iterable[Batch]) -> None:
         self._proxy = proxy.module
         self._replay = Replay(proxy, batches)
 
     def in_order(self, blocks: Collection[nn.Module]) -> list[nn.Module]:
-        """Return those blocks that the batches call, in the order of their first calls in float."""
+        """Return the blocks that the batches call, in the order of their first calls in float."""
         return self._replay.in_order(blocks, in_float=True)
 
     def runs(self, block: nn.Module) -> Callable[..., Any]:
-        """Return a function that computes a block."""
         return block.forward if block is self._proxy else block
 
     def of(self, block: nn.Module) -> Iterator[BlockCall]:
-        """Yield the calls of a block, of the batches that call it equally often rounded and in float.
+        """Yield the calls of a block, of batches that call it equally often quantized and in float.
 
-        Call ``in_order`` first, and then this in that order. Whatever the block depends on must not change any more.
+        Call ``in_order`` first, and then this in that order. The inputs of the block must not change any more.
         """
         for place, batch in enumerate(self._replay.batches):
             number = self._replay.calls(place, block)
@@ -181,32 +176,35 @@ class BlockCalls:
             mask = padding_mask(batch[1], batch[0])
             with self._replay.in_float():
                 full = self._given(place, block, in_float=True)
-                expected = [_outputs(self.runs(block), given, mask) for given in full]
+                expected = [_outputs(self.runs(block), inputs, mask) for inputs in full]
             rounded = self._given(place, block)
-            for given, tensors in zip(rounded, expected, strict=False) if len(rounded) == number else ():
+            for inputs, tensors in zip(rounded, expected, strict=False) if len(rounded) == number else ():
                 power = sum(float(tensor[is_no_mask(tensor)].double().square().sum()) for tensor in tensors)
                 if power > 0:
-                    yield BlockCall(given=given, mask=mask, expected=tensors, power=power)
+                    yield BlockCall(given=inputs, mask=mask, expected=tensors, power=power)
 
-    def _given(self, place: int, block: nn.Module, *, in_float: bool = False) -> list[_Given]:
-        """Return the arguments of a block's calls, at most as many as in float."""
+    def _given(self, place: int, block: nn.Module, *, in_float: bool = False) -> list[_CallInputs]:
+        """Return the inputs of a block's calls, at most as many as in float."""
         if block is self._proxy:
-            return [_Given.now(*self._replay.batches[place])]
-        found: list[_Given] = []
+            return [_CallInputs.now(*self._replay.batches[place])]
+        inputs: list[_CallInputs] = []
         self._replay.stop_at(
-            place, block, lambda _, args, keywords, __: found.append(_Given.now(args, keywords)), in_float=in_float
+            place,
+            block,
+            lambda _, args, keywords, __: inputs.append(_CallInputs.now(args, keywords)),
+            in_float=in_float,
         )
-        return found
+        return inputs
 
 
-def _outputs(run: Callable[..., Any], given: _Given, mask: Tensor | None) -> list[Tensor]:
-    args, keywords = copied(*given.arguments)
-    with given.autocast.restored(), numbered(given, given.before):
+def _outputs(run: Callable[..., Any], inputs: _CallInputs, mask: Tensor | None) -> list[Tensor]:
+    args, keywords = copied(*inputs.arguments)
+    with inputs.autocast.restored(), numbered(inputs, inputs.before):
         return [output_without_padding(tensor, mask) for tensor in floats(run(*args, **keywords))]
 
 
 class Learned(ABC):
-    """Something with a parameter.
+    """A learned parameter.
 
     Attributes:
         parameter: the parameter, 0 at first.
@@ -216,7 +214,7 @@ class Learned(ABC):
 
     @abstractmethod
     def move(self, gradient: Tensor, share: float) -> None:
-        """Move the parameter against a gradient by a share, 0 to 1, of its first rate."""
+        """Move the parameter against a gradient, with the learning rate times ``share``, 0 to 1."""
 
     @abstractmethod
     def in_use(self) -> Any:
@@ -224,15 +222,15 @@ class Learned(ABC):
 
 
 class LearnedCodes(Learned):
-    """The codes of a weight: clamp(round(u + v)), v [*] in [-1/2, 1/2] being the parameter.
+    """The integers of a weight: clamp(round(u + v)), with the parameter v [*] in [-1/2, 1/2].
 
-    u is w / scale; if the plan has codes, it is the number next to that which is rounded to them.
+    u is w / scale; if the plan has integers, it is the nearest number that rounds to them.
 
     Attributes:
         name, quantizer: as given.
     """
 
-    _RATE = 5e-3  # falling to 0 over 200 steps, v gets as far as it may (AutoRound)
+    _RATE = 5e-3  # falling to 0 over 200 steps, v can reach its limits (AutoRound)
 
     def __init__(
         self, name: str, quantizer: OperandQuantizer, weight: OperandPlan, values: Tensor, qmax: int | None
@@ -261,29 +259,29 @@ class LearnedCodes(Learned):
             handle.remove()
 
     def codes(self) -> Tensor:
-        """Return the current codes, int8 [*]."""
+        """Return the current integers, int8 [*]."""
         with torch.no_grad():
             return self._on(quantize)
 
     def rounded(self, codes: Tensor, where: str, share: float) -> RoundedWeight:
-        """Return the record of codes with a share of the former error at the output of a block."""
+        """Return the record of integers that have ``share`` of the former error at the output of a block."""
         former = "rounding to nearest" if self._weight.codes is None else "gptq"
         text = f"reconstruct, {where}: {share:.2f} of the error of {former}"
         return RoundedWeight(codes=codes, text=text, amax=self._chosen)
 
     def as_before(self, why: str) -> RoundedWeight:
-        """Return the record of the codes to begin with, and why there are no others."""
+        """Return the record of the initial integers, and why they did not change."""
         former = self._weight.rounding or "rounded to nearest"
         text = f"{former}; not reconstructed: {why}"
         return RoundedWeight(codes=self._weight.codes, text=text, amax=self._chosen)
 
     @property
     def _chosen(self) -> Tensor | None:
-        """The range that was chosen with the codes to begin with."""
+        """The range that belongs to the initial integers."""
         return None if self._weight.codes is None else self._weight.amax
 
     def _on(self, rounding: Callable[..., Tensor]) -> Tensor:
-        """Return the weight with v added before ``rounding``."""
+        """Return the weight with v added, then rounded by ``rounding``."""
         weight = self._weight
         return rounding(self._moved(), weight.scale, weight.dtype, axis=weight.axis, block_size=weight.block_size)
 
@@ -293,13 +291,13 @@ class LearnedCodes(Learned):
 
 
 class LearnedRange(Learned):
-    """The range of a tensor in a symmetric format: its scale times exp(GAIN * v), v [] being the parameter.
+    """The range of a tensor in a symmetric format: its scale times exp(GAIN * v), with the parameter v [].
 
     Attributes:
         group: as given.
     """
 
-    _RATE = 1e-3  # of the scale, a step
+    _RATE = 1e-3  # relative to the scale, per step
 
     def __init__(self, group: RangeGroup, quantizers: Sequence[OperandQuantizer]) -> None:
         assert quantizers[0].scale is not None
@@ -323,17 +321,17 @@ class LearnedRange(Learned):
                 quantizer.of_samples, quantizer.change = False, None
 
     def amax(self) -> float:
-        """Return the current magnitude that maps to the largest code."""
+        """Return the current magnitude that maps to the largest integer."""
         return self._amax * float((GAIN * self.parameter.detach().double()).exp())
 
 
 _STEPS = 200
 
 _EVERY = 25
-"""After how many steps the error is compared with the least so far, on the batches for checks."""
+"""The number of steps between checks of the error on the reserved batches."""
 
 _CHECKED = 8
-"""One of so many batches is for checks."""
+"""One of this many batches is reserved for checks."""
 
 _LEAST = 2  # batches: one to learn from, one to check on
 
@@ -343,22 +341,22 @@ logger = logging.getLogger(__name__)
 
 
 def reconstruct_blocks(plan: Plan, work: Work) -> Plan:
-    """Choose the codes of all weights that a plan quantizes, and the ranges of what they are computed with.
+    """Choose the integers of all weights that a plan quantizes, and the ranges of activations.
 
     Set ``rounded`` of the records of weights, and ``chosen`` of the groups of activations in symmetric formats. After
-    an interrupt the next call goes on with the block that was not finished, if nothing else changed.
+    an interrupt the next call continues with the unfinished block, if nothing else changed.
     """
     proxy, observation, settings = work.proxy, work.observed, work.planned
     with with_all_batches(work):
         if any(parameter.is_inference() for parameter in proxy.module.parameters()):
             raise CalibrationError(
-                "weights.rounding: reconstruct computes gradients, which parameters made under torch.inference_mode() "
-                "have none of; build the model outside of it, or calibrate with rounding: gptq"
+                "weights.rounding: reconstruct needs gradients, which parameters made under torch.inference_mode() "
+                "lack; build the model outside of it, or calibrate with rounding: gptq"
             )
         if len(work.kept) < _LEAST:
             logger.warning(
-                "weights are not reconstructed, as there is no second batch of calibration data to check their codes "
-                "on: gptq is used; calibrate with two batches or more"
+                "weights are not reconstructed, because there is no second calibration batch to check their integers; "
+                "gptq is used; calibrate with two or more batches"
             )
             return plan
         weights = dict(_weights(proxy, plan))
@@ -373,11 +371,11 @@ def reconstruct_blocks(plan: Plan, work: Work) -> Plan:
                     inside = set(block.modules())
                     own = {group: read for group, read in readers.items() if inside.issuperset(read)}
                     codes = [_codes(observation, site, weights[site], settings) for site in sites]
-                    if any(one.name not in done.reconstructed for one in codes):
+                    if any(learned.name not in done.reconstructed for learned in codes):
                         ranges = [LearnedRange(group, read) for group, read in own.items()]
                         _reconstruct(path, passes, block, codes, ranges, done)
-                    for one in codes:
-                        one.quantizer.set_codes(done.reconstructed[one.name].codes)
+                    for learned in codes:
+                        learned.quantizer.set_codes(done.reconstructed[learned.name].codes)
                     for group, read in own.items():
                         _use(done.ranges.get(group.operands[0]), group, read, settings)
     record(observation, done.reconstructed)
@@ -385,9 +383,9 @@ def reconstruct_blocks(plan: Plan, work: Work) -> Plan:
 
 
 def _codes(observation: Seen, site: Site, weight: OperandPlan, settings: PlanSettings) -> LearnedCodes:
-    seen = observation.records[site.path].operands[weight.name].weight
-    assert seen is not None
-    values = as_rounded(weight, seen.tensor()).detach().float().clone()
+    parameter = observation.records[site.path].operands[weight.name].weight
+    assert parameter is not None
+    values = as_rounded(weight, parameter.tensor()).detach().float().clone()
     quantizer = site.quantizer_of(weight.name)
     return LearnedCodes(f"{site.path}.{weight.name}", quantizer, weight, values, settings.profile.weight_qmax)
 
@@ -403,16 +401,16 @@ def _use(amax: float | None, group: RangeGroup, quantizers: Sequence[OperandQuan
 
 
 def _readers(proxy: Proxied, observation: Seen, plan: Plan) -> Mapping[RangeGroup, list[OperandQuantizer]]:
-    """Return the quantizers of activations by range, without those formats whose range is not one number to learn."""
-    found: dict[RangeGroup, list[OperandQuantizer]] = defaultdict(list)
+    """Return the quantizers of activations by range group, if the format has a single symmetric range to learn."""
+    readers: dict[RangeGroup, list[OperandQuantizer]] = defaultdict(list)
     for site in proxy.planned(plan):
         for operand in plan[site.path].operands:
             kind, group = qtype(operand.dtype), observation.records[site.path].operands[operand.name].range
-            # The steps of FP8 are relative to the value, so that its range costs little.
-            one = group is not None and not group.told_apart and not kind.is_float and not kind.has_zero_point
-            if operand.quantized and group is not None and one:
-                found[group].append(site.quantizer_of(operand.name))
-    return found
+            # The precision of FP8 is relative to the value, so its range matters little.
+            is_learnable = group is not None and not group.told_apart and not kind.is_float and not kind.has_zero_point
+            if operand.quantized and group is not None and is_learnable:
+                readers[group].append(site.quantizer_of(operand.name))
+    return readers
 
 
 def _reconstruct(
@@ -423,32 +421,33 @@ def _reconstruct(
     ranges: Sequence[LearnedRange],
     done: RoundingProgress,
 ) -> None:
-    """Add the rounding of the weights of a block to ``done``, and the ranges that were learned with them."""
+    """Add the rounding of the weights of a block and its learned ranges to ``done``."""
 
     def unchanged(why: str) -> None:
-        done.reconstructed |= {one.name: one.as_before(why) for one in codes}
+        done.reconstructed |= {learned.name: learned.as_before(why) for learned in codes}
 
     where = f"block {path}" if path else "the model as one block"
     run, calls = passes.runs(block), list(passes.of(block))
     if len(calls) < _LEAST:
         return unchanged(f"{where}: fewer than two batches reach it")
-    checks, tried = calls[::_CHECKED], [call for place, call in enumerate(calls) if place % _CHECKED]
-    usual = _mean(run, checks)
+    checks, training_calls = calls[::_CHECKED], [call for place, call in enumerate(calls) if place % _CHECKED]
+    former_error = _mean(run, checks)
     with ExitStack() as stack:
         stack.enter_context(unmoved(block))
-        for one in (*codes, *ranges):
-            stack.enter_context(one.in_use())
+        for learned in (*codes, *ranges):
+            stack.enter_context(learned.in_use())
         with torch.enable_grad():
-            # A model that routes its data may leave all weights of a block out.
-            tried = [call for call in tried if call.error(run).requires_grad]
-        if not tried:
+            # A model that routes its data may skip all weights of a block.
+            training_calls = [call for call in training_calls if call.error(run).requires_grad]
+        if not training_calls:
             return unchanged(f"{where}: it computes without gradients")
-        error, found, amax = _descent(run, codes, ranges, tried, checks)
-    if not error < usual:
-        return unchanged(f"{where}: other codes make no smaller error at its output")
-    done.ranges |= {one.group.operands[0]: value for one, value in zip(ranges, amax, strict=True)}
+        error, integers, amax = _descent(run, codes, ranges, training_calls, checks)
+    if not error < former_error:
+        return unchanged(f"{where}: learned integers do not reduce the error of its output")
+    done.ranges |= {learned.group.operands[0]: value for learned, value in zip(ranges, amax, strict=True)}
     done.reconstructed |= {
-        one.name: one.rounded(best, where, error / usual) for one, best in zip(codes, found, strict=True)
+        learned.name: learned.rounded(best, where, error / former_error)
+        for learned, best in zip(codes, integers, strict=True)
     }
     return None
 
@@ -457,26 +456,26 @@ def _descent(
     run: Callable[..., Any],
     codes: Sequence[LearnedCodes],
     ranges: Sequence[LearnedRange],
-    tried: Sequence[BlockCall],
+    training_calls: Sequence[BlockCall],
     checks: Sequence[BlockCall],
 ) -> tuple[float, list[Tensor], list[float]]:
-    """Return the least error on ``checks`` that the descent comes by, with its codes and ranges."""
+    """Return the least error on ``checks`` during the descent, with its integers and ranges."""
     learned = (*codes, *ranges)
     generator = torch.Generator().manual_seed(0)
     least: tuple[float, list[Tensor], list[float]] = (math.inf, [], [])
     order: list[int] = []
     for step in range(_STEPS):
-        order = order or torch.randperm(len(tried), generator=generator).tolist()
+        order = order or torch.randperm(len(training_calls), generator=generator).tolist()
         with torch.enable_grad():
-            error = tried[order.pop()].error(run)
-            gradients = torch.autograd.grad(error, [one.parameter for one in learned], allow_unused=True)
-        for one, gradient in zip(learned, gradients, strict=True):
+            error = training_calls[order.pop()].error(run)
+            gradients = torch.autograd.grad(error, [each.parameter for each in learned], allow_unused=True)
+        for each, gradient in zip(learned, gradients, strict=True):
             if gradient is not None:
-                one.move(gradient, 1 - step / _STEPS)
+                each.move(gradient, 1 - step / _STEPS)
         if (step + 1) % _EVERY == 0:
             now = _mean(run, checks)
             if now < least[0]:
-                least = now, [one.codes() for one in codes], [one.amax() for one in ranges]
+                least = now, [each.codes() for each in codes], [each.amax() for each in ranges]
     return least
 
 
@@ -485,11 +484,11 @@ def _mean(run: Callable[..., Any], calls: Sequence[BlockCall]) -> float:
 
 
 def _weights(proxy: Proxied, plan: Plan) -> Iterator[tuple[Site, OperandPlan]]:
-    """Yield the sites whose weights have a choice of codes, and those weights."""
+    """Yield the sites whose weights have a choice of integers, and those weights."""
     stored = stored_weights(plan)
     for site in proxy.planned(plan):
         for weight in plan[site.path].operands:
-            # What an embedding looks up is multiplied by nothing: nearest is best.
+            # The entries of an embedding multiply nothing, so rounding to nearest is best.
             weighted = weight.quantized and weight.role == "weight" and plan[site.path].kind != "embedding"
             if weighted and why_nearest(weight, stored, _LABEL) is None:
                 yield site, weight

@@ -1,7 +1,7 @@
-"""Batches that run through a proxy again: whole, or up to the calls of one module after another.
+"""Run batches through a proxy again: completely, or up to the calls of one module after another.
 
-Legend: y the float output of a batch, all floating tensors of it together and without padding; z the output with the
-operands rounded. The error of a plan is the sum over batches of |z - y|^2 / |y|^2, without those values of y that are
+Legend: y the float output of a batch, all floating tensors of it together and without padding; z the output with
+quantized operands. The error of a plan is the sum over batches of |z - y|^2 / |y|^2, without the values of y that are
 masks.
 """
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 Called = TypeVar("Called", bound=nn.Module)
 
 Visit = Callable[[Any, Any, Any, Tensor | None], None]
-"""A function of a call: its site or module, its arguments, and the mask [B, S] of real tokens (None: all)."""
+"""A function of a call: its site or module, its arguments, and the mask [B, S] of real tokens (None: all are real)."""
 
 
 def run(proxy: nn.Module, batch: Batch, override: CallOverride | None = None, sites: Collection[Site] = ()) -> Any:
-    """Return the output for a copy of a batch; ``override`` takes the calls of some sites, active or not."""
+    """Return the output for a copy of a batch; ``override`` replaces the calls of ``sites``, active or not."""
     args, keywords = copied(*batch)
     # forward() instead of a call: the hooks of the proxy are for calibration.
     with _overridden(sites, override), unmoved(proxy), numbered(proxy):
@@ -50,11 +50,11 @@ def run(proxy: nn.Module, batch: Batch, override: CallOverride | None = None, si
 
 @contextmanager
 def _overridden(sites: Collection[Site], override: CallOverride | None) -> Iterator[None]:
-    """Let ``override`` take the calls of sites; None: they compute in float."""
+    """Replace the calls of sites by ``override``; None: they compute in float."""
     active = {site: site.active for site in sites}
     try:
         for site in sites:
-            # An active site asks no judge.
+            # An active site ignores its judge.
             site.active, site.judge = False, override
         yield
     finally:
@@ -64,7 +64,7 @@ def _overridden(sites: Collection[Site], override: CallOverride | None) -> Itera
 
 @contextmanager
 def quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
-    """Apply a plan to the proxy, with weights as float parameters; switch all quantizers off again afterwards."""
+    """Apply a plan to the proxy, with weights as float parameters; switch all quantizers off afterwards."""
     apply_plan(proxy.module, plan)
     try:
         switch_on(proxy.module, plan)
@@ -75,11 +75,11 @@ def quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
 
 
 class Replay:
-    """Some batches, of which each pass goes on to the calls of one more site or module.
+    """Batches that run again, where each pass continues to the calls of one more site or module.
 
-    What ended before these calls is recorded and not computed again in later passes, so that all passes together cost
-    little more than one. In memory are the outputs of the outermost modules that have ended, of every batch; a model
-    that hands objects from module to module, such as a cache, has those of the innermost ones.
+    Results before these calls are recorded and not computed again, so all passes together cost little more than one.
+    Memory holds the outputs of the outermost finished modules, for every batch; if a model passes objects such as a
+    cache between modules, of the innermost ones.
 
     Attributes:
         batches: the batches.
@@ -92,42 +92,42 @@ class Replay:
         self._ended: dict[tuple[int, bool], RecordedCalls] = {}
 
     def in_order(self, modules: Collection[Called], *, in_float: bool = False) -> list[Called]:
-        """Return those sites or modules that the batches call, in the order of their first calls."""
+        """Return the sites or modules that the batches call, in the order of their first calls."""
         order: list[Called] = []
         for batch in self.batches:
-            # The proxy itself is not called: its hooks are for calibration.
+            # The proxy itself is not called, because its hooks are for calibration.
             called = [module for module in modules if module is self._proxy]
             self._pass(batch, modules, lambda module, *_, called=called: called.append(module), in_float)
             self._calls.append(Counter(called))
-            # A module that no earlier batch reached follows the one that was called before it.
-            place = 0
+            # A module that no earlier batch reached follows the module called before it.
+            position = 0
             for module in dict.fromkeys(called):
                 if module not in order:
-                    order.insert(place, module)
-                place = order.index(module) + 1
+                    order.insert(position, module)
+                position = order.index(module) + 1
         return order
 
     def calls(self, place: int, module: nn.Module) -> int:
-        """Return how often a batch, by its place, calls a module that was in ``in_order``."""
+        """Return how often batch ``place`` calls a module that was passed to ``in_order``."""
         return self._calls[place][module]
 
     def stop_at(self, place: int, module: nn.Module, visit: Visit, *, in_float: bool = False) -> None:
-        """Call ``visit`` with the calls of a module, in a pass of the batch at a place that ends with the last of them.
+        """Call ``visit`` with the calls of a module, in a pass of batch ``place`` that ends with the last of them.
 
-        Call ``in_order`` first, and then this in that order. Whatever the module depends on must not change any more.
+        Call ``in_order`` first, and then this in that order. The inputs of the module must not change any more.
         """
-        left = self.calls(place, module)
-        if left == 0:
+        remaining = self.calls(place, module)
+        if remaining == 0:
             return
         ended = self._ended.setdefault((place, in_float), RecordedCalls(self._proxy, outermost=True))
 
         def counted(module: nn.Module, args: Any, keywords: Mapping[str, Any], mask: Tensor | None) -> None:
-            nonlocal left
-            # What ends from now on is not final.
+            nonlocal remaining
+            # Results from now on are not final.
             ended.records = False
             visit(module, args, keywords, mask)
-            left -= 1
-            if left == 0:
+            remaining -= 1
+            if remaining == 0:
                 raise Reached
 
         with ended, suppress(Reached):
@@ -143,7 +143,7 @@ class Replay:
             self.stop_at(place, module, visit)
 
     def _pass(self, batch: Batch, modules: Collection[nn.Module], visit: Any, in_float: bool) -> None:
-        """Run a batch; sites that are visited compute by their quantizers, and without any sites in float if asked."""
+        """Run a batch; visited sites are quantized, other sites run in float if ``in_float``."""
         mask = padding_mask(batch[1], batch[0])
         sites = [module for module in modules if isinstance(module, Site)]
         others = [module for module in modules if not isinstance(module, Site)]
@@ -165,24 +165,25 @@ class Replay:
 
 
 _ROWS = 512
-"""The number of samples of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""
+"""The number of rows of a linear layer's input that are used: enough to compare ranges, and cheaper than all."""
 
-_BATCHED = 3  # the number of axes from which the first one is taken for the batch
+_BATCHED = 3  # the number of axes from which the first one counts as the batch
 
 _ITEMS = 4
-"""The number of items of a batch that are tried if rows depend on each other."""
+"""The number of items of a batch that are used if rows depend on each other."""
 
 
 class SiteCall:
     """One call of a site, with its real operands.
 
-    Legend: y the site's float output, as rows; y_c the output with those operands rounded that the caller switched on.
-    The error is the mean over rows of |y_c - y|^2 / |y|^2. It is relative to each row, because in the absolute error a
-    few rows with huge values would outweigh all others. A row is the last axis; for a convolution it is one image.
+    Legend: y the site's float output, as rows; y_c the output with those operands quantized that the caller switched
+    on. The error is the mean over rows of |y_c - y|^2 / |y|^2. It is relative to each row, because in the absolute
+    error a few rows with huge values would outweigh all others. A row is the last axis; for a convolution it is one
+    image.
 
     Attributes:
         site: the site that is called.
-        number: which of the site's calls in its pass this is, from 0.
+        number: the index of this call among the site's calls in its pass, from 0.
     """
 
     def __init__(
@@ -194,11 +195,11 @@ class SiteCall:
         self.number = current_call(site.path)
 
     def operand(self, name: str) -> Any:
-        """Return the operand before rounding, without padding."""
+        """Return the operand before quantization, without padding."""
         args, keywords, mask = self._all
         place = [entry.name for entry in self.site.operation.operands].index(name)
         if self.site.operation.operands[place].index is None:
-            # Fused attention computes its probabilities itself; their last two axes are no tokens to leave out.
+            # Fused attention computes its probabilities itself; their last two axes have no padding to remove.
             return observed_probabilities(args, keywords)
         value = self.site.argument(place, args, keywords)
         last = self.site.operation.name == "linear"
@@ -206,7 +207,7 @@ class SiteCall:
 
     @cached_property
     def expected(self) -> Tensor | None:
-        """The rows of the float output, float64; None if it is no tensor. Read it before any quantizer is on."""
+        """The rows of the float output, float64; None if it is not a tensor. Read it before a quantizer is on."""
         return self._rows()
 
     def error(self) -> float:
@@ -242,7 +243,7 @@ def visit_calls(
 
             def watch(site: Site, function: Any, args: list[Any], keywords: dict[str, Any], mask: Any = mask) -> Any:
                 visit(SiteCall(site, function, args, keywords, mask))
-                # A call in place writes into the tensor itself, since other code may hold the same tensor.
+                # An in-place call writes into the tensor itself, because other code may refer to it.
                 return function(*args, **keywords)
 
             run(proxy, batch, watch, sites)
@@ -251,7 +252,7 @@ def visit_calls(
 def _sample(
     site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None
 ) -> tuple[list[Any], dict[str, Any], Tensor | None]:
-    """Return a part of a call's operands that is enough to compare ranges, and the mask [B, S] of that part."""
+    """Return a subset of a call's operands that is enough to compare ranges, and its mask [B, S]."""
     if site.operation.name == "linear" and args and isinstance(args[0], Tensor):
         rows = without_padding(args[0], mask, channels_last=True).reshape(-1, args[0].shape[-1])
         return [rows[:: max(1, len(rows) // _ROWS)], *args[1:]], keywords, None
@@ -261,38 +262,37 @@ def _sample(
         batched = isinstance(weight, Tensor) and args[0].dim() == weight.dim()
         return [args[0][:_ITEMS] if batched else args[0], *args[1:]], keywords, None
     tensors = [value for value in (*args, *keywords.values()) if isinstance(value, Tensor)]
-    alike = len({(tensor.dim(), tensor.shape[0] if tensor.dim() else 0) for tensor in tensors}) == 1
-    # In an einsum the equation names the axes, and the first need not be the batch.
-    if not alike or tensors[0].dim() < _BATCHED or site.operation.equation:
+    same_batch = len({(tensor.dim(), tensor.shape[0] if tensor.dim() else 0) for tensor in tensors}) == 1
+    # The first axis of an einsum need not be the batch.
+    if not same_batch or tensors[0].dim() < _BATCHED or site.operation.equation:
         return args, keywords, mask
 
     def first(value: Any) -> Any:
         return value[:_ITEMS] if isinstance(value, Tensor) else value
 
-    some = {name: first(value) for name, value in keywords.items()}
-    return [first(value) for value in args], some, mask if mask is None else mask[:_ITEMS]
+    first_keywords = {name: first(value) for name, value in keywords.items()}
+    return [first(value) for value in args], first_keywords, mask if mask is None else mask[:_ITEMS]
 
 
 class Reached(BaseException):
-    """The end of a pass that needs to go no further; no error, so that a model that catches errors lets it through."""
+    """Ends a pass early. It is not an Exception, so a model that catches errors does not catch it."""
 
 
-_OTHER = 0.01
-"""From this error on, two implementations of attention compute something else: bfloat16 makes 0.0001."""
+_OTHER_ATTENTION_ERROR = 0.01
+"""The error from which two implementations of attention differ in more than rounding; bfloat16 causes 0.0001."""
 
 
 class OutputError:
-    """The error of quantized models on batches; float outputs, and the errors of a plan, are computed once a batch.
+    """The error of quantized models on batches; float outputs and errors are computed once per batch.
 
-    A plan of another backend may be the same, and its error is known then: for the same float output, to the bit.
+    A plan of another backend may be the same; its error is reused if the float output has the same bits.
     """
 
     def __init__(self, proxy: Proxied, known: dict[tuple[str, Hashable, str], float] | None = None) -> None:
         """
         Args:
             proxy: the calibrated proxy, its sites inactive and unobserved.
-            known: errors by plan, batch and float output, to which new ones are added; None: none.
-        """
+            known: cached errors by plan, batch and float output, to which new ones are added; None: none."""
         self._proxy = proxy
         self._expected: dict[Hashable, Tensor] = {}
         self._digests: dict[Hashable, str] = {}
@@ -303,9 +303,9 @@ class OutputError:
         return math.fsum(self._terms(plan, batches))
 
     def of_all_ranks(self, plan: Plan, kept: ReplayBatches, limit: float = math.inf) -> float:
-        """Return the error by the batches of all ranks, with the bits of one process that has all of them.
+        """Return the error on the batches of all ranks, with the same bits as one process with all batches.
 
-        Beyond ``limit`` it is that of some of the batches.
+        An error above ``limit`` may omit batches.
         """
         (error,) = exact_sums([self._terms(plan, kept.mine(), limit)])
         return error
@@ -329,20 +329,19 @@ class OutputError:
 
 
 def other_attention_error(model: nn.Module, proxy: nn.Module, batch: Batch) -> float | None:
-    """Return the error of a proxy's output, if the attention which its model is set to computes something else.
+    """Return the error of a proxy's output, if the model's own attention implementation computes another function.
 
     Returns:
-        None where both give the same but for the rounding of float types, or there is nothing to compare: outputs of
-        other shapes, or others each time.
+        None if both agree up to rounding, or cannot be compared: outputs have other shapes, or differ at each run.
     """
     with torch.no_grad():
         with attention_of(model, proxy) as other:
             if not other or not floats(expected := run(proxy, batch)):
                 return None
-        given = _output(proxy, batch)
+        actual = _output(proxy, batch)
         expected = flat_output(expected, padding_mask(batch[1], batch[0]))
-        error = _error(given, expected) if given.shape == expected.shape else 0.0
-        return error if error > _OTHER and torch.equal(_output(proxy, batch), given) else None
+        error = _error(actual, expected) if actual.shape == expected.shape else 0.0
+        return error if error > _OTHER_ATTENTION_ERROR and torch.equal(_output(proxy, batch), actual) else None
 
 
 def _output(proxy: nn.Module, batch: Batch) -> Tensor:
@@ -350,10 +349,10 @@ def _output(proxy: nn.Module, batch: Batch) -> Tensor:
 
 
 def _error(output: Tensor, expected: Tensor) -> float:
-    seen = is_no_mask(expected)
-    if not bool(seen.all()):
-        expected, output = expected[seen], output[seen]
-    # In place, as the logits of a decoder are 200 MB a batch.
+    no_mask = is_no_mask(expected)
+    if not bool(no_mask.all()):
+        expected, output = expected[no_mask], output[no_mask]
+    # In place, because the logits of a decoder are 200 MB per batch.
     power, error = float(expected.square().sum()), float((output - expected).square_().sum())
     if math.isnan(error):
         return math.inf

@@ -1,4 +1,4 @@
-"""The settings of calibration, plain values that the facade makes of a configuration; warnings about a plan."""
+"""Settings of calibration as plain values, made from a configuration, and warnings about a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quantizer.plan.targets import TargetProfile
 logger = logging.getLogger(__name__)
 
 _BY_OUTPUT = tuple(entry for entry in CANDIDATES if entry.label not in ("percentile 99.9", "entropy"))
-"""These two were worse in every measurement (docs/design/calibration.md)."""
+"""The candidates without two that were worse in every measurement (docs/design/calibration.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Settings:
         percentiles: the percentiles to compare, one without a search.
         weight_estimate: the calibrator of weights; None: max.
         text: the whole configuration as JSON.
-        alike: the same without the backend and its candidates.
+        alike: the configuration without the backend and its candidates, as JSON.
     """
 
     backend: str
@@ -61,23 +61,23 @@ class Settings:
 
     @property
     def off(self) -> list[str]:
-        """The kinds of site that are switched off, which need no observation."""
+        """The kinds of site that are switched off and need no observation."""
         return [kind for kind, switch in self.switches.items() if switch is False]
 
     @property
     def estimates(self) -> tuple[Estimate, ...]:
-        """The estimates of ranges among which the model's output decides, the default first."""
+        """The candidate estimates of ranges for a search by the model's output, the default first."""
         if self.calibrator == "output":
             return _BY_OUTPUT
         if self.calibrator == "percentile":
-            # If errors are equal, the larger range.
+            # If errors are equal, the larger range wins.
             ordered = sorted(self.percentiles, reverse=True)
             return tuple(Estimate(name="percentile", options={"percentile": value}) for value in ordered)
         return (Estimate(name=self.calibrator),)
 
     def make_calibrator(self, histogram: bool = False) -> Calibrator:
-        """Return a calibrator of activations; with ``histogram`` it has a histogram in any case."""
-        # Before a choice of ranges: an estimate that needs only the values.
+        """Return a calibrator of activations; ``histogram`` forces a histogram."""
+        # Until ranges are chosen, an estimate that needs only the values.
         name = {"auto": "mse", "output": "max"}.get(self.calibrator, self.calibrator)
         histogram = histogram or self.calibrator == "output"
         options: dict[str, Any] = {}
@@ -89,13 +89,13 @@ class Settings:
 
 
 def warn_of_float32(target: TargetProfile, regions: Float32Modules) -> None:
-    """Warn of the modules that stay float32 on the target, if there are any."""
+    """Warn about modules that stay float32 on the target."""
     if regions.applies_to(target.torch_dtype):
-        warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 holds such values", stacklevel=3)
+        warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 can represent these values", stacklevel=3)
 
 
 def tell_where_nothing_is_quantized(plan: Plan) -> None:
-    """Log a warning if a plan quantizes no site, so that the result is the float model."""
+    """Log a warning if a plan quantizes no site."""
     if any(entry.quantized for entry in plan.values()):
         return
     reasons = Counter(
@@ -103,4 +103,4 @@ def tell_where_nothing_is_quantized(plan: Plan) -> None:
     )
     most = "; ".join(f"{count} of {len(plan)} sites: {reason}" for reason, count in reasons.most_common(3))
     why = most or ("no site was reached" if plan else "no quantizable operation was found in its source")
-    logger.warning("nothing is quantized: what quantize() gives is the float model (%s); see q.coverage", why)
+    logger.warning("nothing is quantized, so quantize() returns the float model (%s); see q.coverage", why)

@@ -1,7 +1,7 @@
-"""The calibrator ``auto``: the candidate for an operand's range that gives its site's output the smallest error.
+"""Calibrator ``auto``: choose the candidate range of each operand that minimizes the error of its site's output.
 
-The kept batches run through the proxy again. Every site tries all candidates on its real operands, one operand at a
-time; ``SiteCall`` defines the error. Operands that read one tensor share a range, so their errors are added.
+Stored batches run through the proxy again. Every site tries all candidates on its real operands, one operand at a time;
+``SiteCall`` defines the error. Operands that read one tensor share a range, so their errors are added.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from quantizer.utils.distributed import all_reduce_sum, exact_sums
 
 
 def _trials(plan: Plan, work: Work) -> Iterator[Trial]:
-    """Yield the activations that have a scale: quantized ones, and float ones that a better range may let quantize."""
+    """Yield the activations that have a scale: quantized ones, and float ones that a better range may quantize."""
     for site in work.proxy.planned(plan):
         for operand in plan[site.path].operands:
-            seen = work.observed.records[site.path].operands[operand.name]
-            group, dtype = seen.range, judged_as(qtype(operand.dtype))
-            fixed = dtype.is_float and seen.softmax
+            record = work.observed.records[site.path].operands[operand.name]
+            group, dtype = record.range, judged_as(qtype(operand.dtype))
+            fixed = dtype.is_float and record.softmax
             if group is not None and operand.scale is not None and not fixed:
                 yield Trial(
                     site=site,
                     operand=operand.name,
-                    seen=seen,
+                    record=record,
                     group=group,
                     dtype=dtype,
                     scale=partial(scale_of, dtype=dtype, scale_dtype=work.planned.scale_dtype),
@@ -48,7 +48,7 @@ def _trials(plan: Plan, work: Work) -> Iterator[Trial]:
 
 
 _SHARES = tuple(0.9**step for step in range(1, 17))
-"""Shares of the largest value, as further candidates: down to 0.19, in steps that change the error by little."""
+"""Shares of the largest value, as further candidates: down to 0.19, in steps that change the error little."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,28 +58,28 @@ class Trial:
     Attributes:
         site: the site of the operand.
         operand: the operand's name.
-        seen: the record of the operand.
+        record: the record of the operand.
         group: the operands that share its range.
         dtype: the format in which candidates are tried.
-        scale: a function that gives the scale of an amax in the target's float type.
+        scale: a function from amax to the scale in the target's float type.
         planned: the plan of all operands of the site.
     """
 
     site: Site
     operand: str
-    seen: OperandRecord
+    record: OperandRecord
     group: RangeGroup
     dtype: QType
     scale: Callable[[Tensor], Tensor]
     planned: tuple[OperandPlan, ...]
 
     def of_call(self, number: int | None) -> RangeGroup:
-        """Return the range of a call by its number in the pass."""
-        return self.group.of_tensor(self.seen.tensor_of(number))
+        """Return the range of call ``number`` of the pass."""
+        return self.group.of_tensor(self.record.tensor_of(number))
 
 
 def choose_ranges(plan: Plan, work: Work) -> Plan:
-    """Choose the range of each activation: of all candidates that with the smallest error of its sites, of all ranks.
+    """Choose for each activation the candidate range with the smallest error of its sites, over all ranks.
 
     If errors are equal, the larger range is chosen.
     """
@@ -95,9 +95,9 @@ def choose_ranges(plan: Plan, work: Work) -> Plan:
         if call.expected is None:
             return
         for trial in by_site[call.site.path]:
-            with _migrated(trial):
+            with _smoothed(trial):
                 quantizer = trial.site.quantizer_of(trial.operand)
-                # Any other call has the range of all of them.
+                # Calls without a range of their own use the common range.
                 for group in {trial.group, trial.of_call(call.number)}:
                     for amax, name in errors[group]:
                         scale = trial.scale(torch.tensor(amax, dtype=torch.float32))
@@ -111,15 +111,15 @@ def choose_ranges(plan: Plan, work: Work) -> Plan:
     for group, candidates in errors.items():
         of_group = {candidate: next(totals) for candidate in candidates}
         if next(reached) == 0:
-            # No kept batch reaches the site: the calibrator's own estimate, or an earlier choice, stays.
+            # No stored batch reaches the site: the calibrator's estimate, or an earlier choice, stays.
             continue
         group.chosen = min(of_group, key=lambda candidate: (of_group[candidate], -candidate[0]))
     return work.plan()
 
 
 @contextmanager
-def _migrated(trial: Trial) -> Iterator[None]:
-    """Apply the plan's migration of outliers to the site's operands, without rounding; undo it afterwards."""
+def _smoothed(trial: Trial) -> Iterator[None]:
+    """Apply the plan's SmoothQuant factors to the site's operands without quantization; undo it afterwards."""
     quantizers = [(trial.site.quantizer_of(planned.name), planned) for planned in trial.planned]
     try:
         for quantizer, planned in quantizers:
@@ -131,12 +131,12 @@ def _migrated(trial: Trial) -> Iterator[None]:
 
 
 def _candidates(group: RangeGroup, dtype: QType) -> list[tuple[float, str]]:
-    found: dict[float, str] = {}
+    candidates: dict[float, str] = {}
     for name, amax in estimates(group.calibrator, dtype):
-        found.setdefault(amax, name)
+        candidates.setdefault(amax, name)
     for share in _SHARES:
-        found.setdefault(group.calibrator.largest * share, f"{share:.2f} of max")
-    return list(found.items())
+        candidates.setdefault(group.calibrator.largest * share, f"{share:.2f} of max")
+    return list(candidates.items())
 
 
 ALGORITHM = Algorithm(

@@ -1,18 +1,19 @@
 """SmoothQuant, the migration of outliers from activations to weights (Xiao et al. 2023, arXiv:2211.10438).
 
-Legend: x [.., K] an activation, W the weights of the linears that read it, s [K] > 0; channel j is index j along K.
+Legend: x [.., K] an activation, W the weights of the linear layers that read it, s [K] > 0; channel j is index j along
+K.
 
     (x / s) (W * s) = x W        s_j = m_j**alpha / max|W_j|**(1 - alpha)        (equation 4 of the paper)
 
-There m_j is max|x_j|; here it is at least 1.5 times the median of max|x_j| over all channels. Without this floor each
-of a thousand quiet channels is moved to the end of the range, and clips whatever calibration did not see in it.
+In the paper m_j is max|x_j|; here it is at least 1.5 times the median of max|x_j| over all channels. Without this floor
+each of a thousand quiet channels would fill the range, and values that calibration did not observe would be clipped.
 
 An activation has one scale for all its channels, so a few channels with huge values reduce the precision of all others.
-Weights have few outliers, and precision to spare. All linears that read x must divide it by the same s, so max|W_j| is
-over all of them, and any other site that reads x must read it in float.
+Weights have few outliers, and precision to spare. All linear layers that read x must divide it by the same s, so
+max|W_j| is over all of them, and any other site that reads x must read it in float.
 
-The largest magnitude of each channel is exact, over all of calibration. The distribution of x / s comes from the kept
-batches, because s is known only at the end; its bounds are exact again, and with them the range by ``max``.
+The largest magnitude of each channel is exact over all of calibration. The distribution of x / s comes from the stored
+batches, because s is known only at the end; its bounds are exact, and so is the range of calibrator ``max``.
 """
 
 from __future__ import annotations
@@ -32,16 +33,13 @@ from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
 
 ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
-"""The shares among which ``auto`` chooses, besides no migration."""
+"""The values of alpha among which ``auto`` chooses, besides no smoothing."""
 
 _FLOOR = 1.5
-"""The least magnitude of a channel, in medians over all channels.
-
-docs/design/calibration.md shows the measurement behind the figure.
-"""
+"""The smallest magnitude of a channel, in medians over all channels; see docs/design/calibration.md."""
 
 _LEAST = 1e-5
-"""The smallest magnitude, as a share of the largest, so that channels of zeros have a finite factor."""
+"""The smallest magnitude as a share of the largest, so that channels of zeros have a finite factor."""
 
 
 def migration_factors(activation: Tensor, weight: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
@@ -50,26 +48,26 @@ def migration_factors(activation: Tensor, weight: Tensor, alpha: float, dtype: t
     Args:
         activation: max|x_j|, [K].
         weight: max|W_j| over all weights that multiply x, [K].
-        alpha: the share of the activation, in (0, 1]; 1 moves all of its outliers.
+        alpha: the migration strength, in (0, 1]; 1 moves all outliers into the weights.
         dtype: the float type of 1 / s on the target; the result is the inverse of 1 / s rounded to it.
     """
     if not bool(activation.any()) or not bool(weight.any()):
         return torch.ones_like(activation, dtype=torch.float32)
     floor = max(_FLOOR * float(activation.double().median()), _LEAST * float(activation.max()))
-    # Ranges that were saved are on the CPU, wherever the weights are.
+    # Saved ranges are on the CPU.
     activation = activation.to(weight.device)
     x, w = activation.double().clamp(min=floor), weight.double().clamp(min=_LEAST * float(weight.max()))
     return held_factors(w ** (1 - alpha) / x**alpha, dtype)
 
 
 def held_factors(inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return s for 1 / s as the target's float type holds it."""
+    """Return s such that the target's float type represents 1 / s exactly."""
     info = torch.finfo(dtype)
     return inverse.clamp(info.smallest_normal, info.max).to(dtype).double().reciprocal().float()
 
 
 def fit_migrations(observation: Seen, dtype: torch.dtype) -> None:
-    """Round the factors of all migrations for a target with another float type; their ranges stay."""
+    """Round all SmoothQuant factors for a target with another float type; ranges do not change."""
     for group in observation.groups:
         if group.migration is not None:
             factors = held_factors(group.migration.factors.double().reciprocal(), dtype)
@@ -82,15 +80,15 @@ def fit_migrations(observation: Seen, dtype: torch.dtype) -> None:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Readers:
-    """The linears that read one tensor.
+    """The linear layers that read one tensor.
 
     Attributes:
-        sites: the names of the linears.
+        sites: the names of the layers.
         operands: the name of the activation in each, ``SITE.OPERAND``.
         records: the record of the activation in each.
-        group: the range of the activation, with that of each channel.
+        group: the range group of the activation, with a range per channel.
         weight: max|W_j| over all their weights, [K].
-        ranges: the range of x / s by alpha.
+        ranges: the range group of x / s by alpha.
     """
 
     sites: list[str]
@@ -101,45 +99,45 @@ class _Readers:
     ranges: dict[float, RangeGroup] = field(default_factory=dict)
 
     def take(self, alpha: float | None) -> None:
-        """Use the range with one migration; None: without any."""
+        """Use the range with one alpha; None: without smoothing."""
         for record in self.records:
             record.smoothed = None if alpha is None else self.ranges[alpha]
 
     def leave(self, reason: str) -> None:
-        """Use the range without a migration, and record why."""
+        """Use the range without smoothing, and record why."""
         self.take(None)
         for record in self.records:
             record.left = f"not smoothed: {reason}"
 
 
 class Smoothing:
-    """The activations of linears that can be smoothed, with their ranges for several shares.
+    """The activations of linear layers that can be smoothed, with their ranges for several alphas.
 
-    Making it sets ``left`` of the other activations of linears, the reason; nothing is smoothed before ``take``.
+    The constructor sets ``left`` of the other activations of linear layers to the reason; ``take`` smooths.
 
-    Under ``torch.distributed`` all ranks must make it, and the ranges are those of the kept batches of all ranks.
+    Under ``torch.distributed`` all ranks must construct it; ranges come from the stored batches of all ranks.
     """
 
     def __init__(self, work: Work, plan: Plan, shares: Sequence[float]) -> None:
-        """``plan`` has no migration yet; ``shares``, alpha in the formula, are those that ``take`` will be given."""
+        """Compute the ranges for ``shares``, the values of alpha for ``take``; ``plan`` has no smoothing yet."""
         dtype, make = work.planned.scale_dtype, work.settings.make_calibrator
-        found = list(_readers(plan, work.observed))
-        for readers in found:
+        candidates = list(_readers(plan, work.observed))
+        for readers in candidates:
             for alpha in shares:
                 assert readers.group.channels is not None
                 factors = migration_factors(readers.group.channels.magnitude, readers.weight, alpha, dtype)
                 migration = Migration(alpha=alpha, factors=factors)
                 readers.ranges[alpha] = readers.group.migrated(migration, readers.operands, make)
-        _estimate(work, found)
+        _estimate(work, candidates)
         self._readers = []
-        for readers in found:
+        for readers in candidates:
             if all(group.calibrator.count for group in readers.ranges.values()):
                 self._readers.append(readers)
             else:
-                readers.leave("no batch that was kept reaches it")
+                readers.leave("no stored batch reaches it")
 
     def take(self, share: float | None) -> None:
-        """Smooth all tensors with one share; None: none of them."""
+        """Smooth all tensors with one alpha; None: none of them."""
         for readers in self._readers:
             readers.take(share)
 
@@ -150,7 +148,7 @@ class Smoothing:
 
 
 def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
-    """Yield the tensors that only linears read in low precision; record the reason for the other activations."""
+    """Yield the tensors that only linear layers read in low precision; record the reason for other activations."""
     members: dict[RangeGroup, list[tuple[str, str, OperandRecord]]] = defaultdict(list)
     for path, entry in plan.items():
         for operand in entry.operands:
@@ -167,11 +165,11 @@ def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
         if others:
             reason = f"{others[0]} reads the same tensor in low precision"
         elif len(weights) < len(linears):
-            reason = "it is multiplied by a tensor that is computed, which cannot take factors up"
+            reason = "its weight is computed, so factors cannot be folded into it"
         elif any(weight.inner is None for weight in weights):
-            reason = "its channels are not its last axis"
+            reason = "its channels are not the last axis"
         elif group.channels is None:
-            reason = "the number of its channels changes"
+            reason = "its number of channels varies"
         if reason is not None or group.channels is None:
             for _, _, record in linears:
                 record.left = f"not smoothed: {reason}"
@@ -186,7 +184,7 @@ def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
 
 
 def weight_record(observation: Seen, path: str) -> OperandRecord | None:
-    """Return the record of a site's weight; None if what it multiplies by is computed."""
+    """Return the record of a site's weight; None if it has none."""
     records = observation.records[path].operands.values()
     return next((record for record in records if record.weight is not None), None)
 
@@ -199,9 +197,9 @@ def _magnitude(record: OperandRecord) -> Tensor:
     return weight.movedim(record.inner, -1).flatten(0, -2).amax(0) if weight.dim() > 1 else weight
 
 
-def _estimate(work: Work, found: Sequence[_Readers]) -> None:
-    """Pass x / s of the kept batches to the calibrators, and its bounds over all of calibration."""
-    by_site = {path: readers for readers in found for path in readers.sites}
+def _estimate(work: Work, candidates: Sequence[_Readers]) -> None:
+    """Observe x / s of the stored batches, and its bounds over all of calibration."""
+    by_site = {path: readers for readers in candidates for path in readers.sites}
 
     def visit(call: SiteCall) -> None:
         readers = by_site[call.site.path]
@@ -213,12 +211,16 @@ def _estimate(work: Work, found: Sequence[_Readers]) -> None:
 
     sites = [site for site in work.proxy.sites if site.path in by_site]
     visit_calls(work.proxy.module, sites, work.kept.few(), visit, "smoothing")
-    every = [(readers.group, group) for readers in found for group in readers.ranges.values()]
-    pairs = [pair for seen, group in every for pair in zip((seen, *seen.parts), (group, *group.parts), strict=True)]
+    groups = [(readers.group, group) for readers in candidates for group in readers.ranges.values()]
+    pairs = [
+        pair
+        for original, group in groups
+        for pair in zip((original, *original.parts), (group, *group.parts), strict=True)
+    ]
     add_over_ranks([group.calibrator for _, group in pairs])
-    for seen, group in pairs:
-        if seen.channels is not None and group.calibrator.count:
-            low, high = seen.channels.low / _factors(group), seen.channels.high / _factors(group)
+    for original, group in pairs:
+        if original.channels is not None and group.calibrator.count:
+            low, high = original.channels.low / _factors(group), original.channels.high / _factors(group)
             group.calibrator.widen(float(low.min()), float(high.max()))
 
 

@@ -274,9 +274,11 @@ def test_the_reason_is_said() -> None:
     notes = {path: entry.bias_note for path, entry in q.plan.items() if entry.quantized}
     assert notes.pop("forward.addmm_0") == "bias corrected"
     assert set(notes) == {"bare.forward.linear_0", "forward.addmm_1", "forward.addmm_2", "forward.matmul_0"}
-    assert set(notes.values()) == {"bias not corrected: it has none that holds it"}
+    assert set(notes.values()) == {"bias not corrected: the operation cannot have a bias"}
     reasons = {row.name: row.reason for row in q.coverage.quantized}
-    assert reasons["bare.forward.linear_0"] == "int8: input, weight; bias not corrected: it has none that holds it"
+    assert (
+        reasons["bare.forward.linear_0"] == "int8: input, weight; bias not corrected: the operation cannot have a bias"
+    )
     assert reasons["forward.addmm_0"] == "int8: lhs, rhs; bias corrected"
 
 
@@ -287,7 +289,7 @@ def test_it_is_left_out_where_the_output_is_worse(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(OutputError, "of_all_ranks", of)
     q = calibrated(net_net())
     said = {entry.bias_note for entry in q.plan.values()}
-    assert said == {"bias not corrected: the output of the model comes out better without"}
+    assert said == {"bias not corrected: the error of the model's output is smaller without"}
     assert all(entry.bias_shift is None for entry in q.plan.values())
 
 
@@ -303,7 +305,7 @@ def test_a_branch_that_no_kept_batch_takes_has_none() -> None:
             break
     assert notes == {
         "always.forward.linear_0": "bias corrected",
-        "rarely.forward.linear_0": "bias not corrected: no batch that was kept reaches it",
+        "rarely.forward.linear_0": "bias not corrected: no stored batch reaches it",
     }
 
 
@@ -313,9 +315,9 @@ def test_a_folder_keeps_no_batches(tmp_path: Path, caplog: pytest.LogCaptureFixt
     other = loaded.for_backend("openvino")
     other.quantize(model)
     assert {entry.bias_note for entry in other.plan.values()} == {
-        "bias not corrected: no batch of the calibration is kept, as in a folder"
+        "bias not corrected: no calibration batch is stored, as in a saved folder"
     }
-    assert "biases are not corrected, as a folder keeps no batch to measure their errors on" in caplog.text
+    assert "biases are not corrected, because a saved folder has no batches to measure errors on" in caplog.text
 
 
 def test_off_nothing_is_said() -> None:
@@ -557,4 +559,4 @@ def test_functional_calls_without_a_bias_have_none() -> None:
             return x
 
     q = calibrated(Sometimes())
-    assert [entry.bias_note for entry in q.plan.values()] == ["bias not corrected: it has none that holds it"]
+    assert [entry.bias_note for entry in q.plan.values()] == ["bias not corrected: the operation cannot have a bias"]

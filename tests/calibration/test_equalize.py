@@ -151,7 +151,7 @@ def test_the_file_has_the_factors_folded_in_and_gives_what_the_proxy_gives(
     ("variant", "site", "why"),
     [
         ("shared", "depthwise", "reads the same tensor"),
-        ("residual", "last", "no convolution is before it with nothing but operations on single channels between"),
+        ("residual", "last", "its input is not a convolution's output followed only by channelwise operations"),
     ],
 )
 def test_what_cannot_be_equalized_says_why(variant: str, site: str, why: str) -> None:

@@ -97,7 +97,7 @@ def test_products_with_computed_weights_are_not_smoothed() -> None:
 
     plan = calibrated(Computed().eval(), data(6)).plan
     (reason,) = [entry.reason for path, entry in plan.items() if path.startswith("forward")]
-    assert "not smoothed: it is multiplied by a tensor that is computed, which cannot take factors up" in reason
+    assert "not smoothed: its weight is computed, so factors cannot be folded into it" in reason
 
 
 def test_convolutions_with_computed_weights_are_not_equalized() -> None:
@@ -170,7 +170,7 @@ def test_a_folder_without_batches_has_a_plan_for_another_backend(tmp_path: Any, 
         with caplog.at_level(logging.WARNING):
             other = loaded.for_backend(backend)
             found = sqnr_db(other, model, unseen)
-        assert f"ranges are not chosen for {backend}" in caplog.text
+        assert f"ranges are not chosen again for {backend}" in caplog.text
         assert [entry.operands[0].smoothing for entry in other.plan.values() if entry.kind == "linear"] == [
             entry.operands[0].smoothing for entry in q.plan.values() if entry.kind == "linear"
         ]

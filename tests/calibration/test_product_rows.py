@@ -118,7 +118,7 @@ def test_the_rows_give_what_torch_computes(net: Net, shape: tuple[int, ...]) -> 
     [
         (Net("transposed", 4, 3, 2, 2), (2, 4, 5, 5), "its operation is conv_transpose2d"),
         (Net("right", 1, 6, 5), (4, 3, 6), "one of its operands is broadcast"),
-        (Net("summed", 5, 6), (2, 6), "it sums over an axis of one operand alone"),
+        (Net("summed", 5, 6), (2, 6), "it sums over an axis of only one operand"),
     ],
 )
 def test_products_without_rows_have_a_reason(net: Net, shape: tuple[int, ...], reason: str) -> None:

@@ -193,7 +193,7 @@ def test_one_batch_leaves_none_to_check_on(caplog: pytest.LogCaptureFixture) -> 
         text = operand(q, "head").rounding
     assert text is not None
     assert text.startswith("gptq, ")
-    assert "calibrate with two batches or more" in caplog.text
+    assert "calibrate with two or more batches" in caplog.text
 
 
 def test_a_block_that_diverges_keeps_the_nearest_codes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_a_block_that_diverges_keeps_the_nearest_codes(monkeypatch: pytest.Monke
     text = operand(q, "layers.0.up").rounding
     assert text is not None
     assert text.startswith("gptq, ")
-    assert text.endswith("; not reconstructed: block layers.0: other codes make no smaller error at its output")
+    assert text.endswith("; not reconstructed: block layers.0: learned integers do not reduce the error of its output")
     assert torch.equal(
         codes(q, "layers.0.up"), codes(reconstructed(model, weights={"rounding": "gptq"}), "layers.0.up")
     )
@@ -214,7 +214,7 @@ def test_a_weight_that_two_sites_store_is_rounded_to_nearest() -> None:
     model.layers[1].up.weight = model.layers[0].up.weight  # type: ignore[union-attr,assignment]
     q = reconstructed(model)
     assert operand(q, "layers.0.up").rounding == (
-        "rounded to nearest: other sites store the same weight, and a file holds it once"
+        "rounded to nearest: other sites use the same weight, which a file stores once"
     )
     assert operand(q, "layers.0.down").codes is not None
 
@@ -273,7 +273,7 @@ def test_a_block_that_routes_its_data_is_learned_from_the_calls_of_its_weights(f
 def test_parameters_that_can_have_no_gradient_are_refused() -> None:
     with torch.inference_mode():
         model = Net()
-    with pytest.raises(CalibrationError, match=r"parameters made under torch.inference_mode\(\) have none of; build"):
+    with pytest.raises(CalibrationError, match=r"parameters made under torch.inference_mode\(\) lack; build"):
         reconstructed(model).plan  # noqa: B018
 
 

@@ -81,7 +81,7 @@ def test_what_reads_one_tensor_shares_its_factors() -> None:
         assert torch.equal(factors, other)
     reason = q.plan["gate.forward.linear_0"].reason
     assert "SmoothQuant 0." in reason
-    assert "weight: awq, share 0." in reason
+    assert "weight: awq, alpha 0." in reason
 
 
 def test_factors_are_of_float_inputs_without_padding() -> None:
@@ -130,14 +130,14 @@ def test_a_file_computes_it_without_another_multiplication(tmp_path: Path) -> No
 def test_an_input_that_is_rounded_is_left_to_smoothing() -> None:
     q = scaled(Net(), formats=[])
     assert operand(q, "gate", "input").smooth is None
-    assert "weight: not scaled by awq: its input is rounded too" in q.plan["gate.forward.linear_0"].reason
+    assert "weight: not scaled by awq: its input is also quantized" in q.plan["gate.forward.linear_0"].reason
 
 
 def test_a_convolution_has_none() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
     q = scaled(model, [torch.randn(4, 3, 8, 8) for _ in range(2)], formats=[{**INT4, "block_size": None}])
     (reason,) = [entry.reason for entry in q.plan.values() if entry.quantized]
-    assert "weight: not scaled by awq: the channels of what it multiplies are not its last axis" in reason
+    assert "weight: not scaled by awq: the channels of its input are not the last axis" in reason
 
 
 def test_inputs_of_one_size_gain_nothing() -> None:
@@ -146,14 +146,14 @@ def test_inputs_of_one_size_gain_nothing() -> None:
         model.weight.copy_(torch.eye(16))
     q = scaled(model, [torch.eye(16) for _ in range(2)])
     (reason,) = [entry.reason for entry in q.plan.values()]
-    assert "weight: not scaled by awq: no factors make a smaller error" in reason
+    assert "weight: not scaled by awq: no factors reduce the error" in reason
 
 
 def test_several_processes_do_not_share_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     q = scaled(Net())
     monkeypatch.setattr(progress, "get_world_size", lambda: 2)
     monkeypatch.setattr(ReplayBatches, "on_every_rank", False)
-    with pytest.raises(CalibrationError, match=r"weights\.rounding: awq needs all that a weight multiplies"):
+    with pytest.raises(CalibrationError, match=r"weights\.rounding: awq needs all inputs of a weight"):
         _ = q.plan
 
 
@@ -163,4 +163,4 @@ def test_a_transformer_is_scaled() -> None:
     q = scaled(model, batches, formats=[{**INT4, "block_size": None}])
     texts = [entry.reason for entry in q.plan.values() if entry.kind == "linear" and entry.quantized]
     assert texts
-    assert all("weight: awq, share" in text or "no factors make a smaller error" in text for text in texts)
+    assert all("weight: awq, alpha" in text or "no factors reduce the error" in text for text in texts)

@@ -212,7 +212,7 @@ def test_a_weight_that_two_sites_store_is_rounded_to_nearest() -> None:
     for site in ("one", "two"):
         assert operand(q, site).codes is None
         assert (
-            "weight: rounded to nearest: other sites store the same weight" in q.plan[f"{site}.forward.linear_0"].reason
+            "weight: rounded to nearest: other sites use the same weight" in q.plan[f"{site}.forward.linear_0"].reason
         )
 
 
@@ -220,7 +220,7 @@ def test_inputs_that_are_independent_keep_the_nearest_codes() -> None:
     model = nn.Sequential(nn.Linear(32, 8)).eval()
     weights = {"calibrator": "mse"}
     q = rounded(model, [torch.eye(32)], weights=weights)
-    assert operand(q, "0").rounding == "rounded to nearest: gptq makes no smaller error"
+    assert operand(q, "0").rounding == "rounded to nearest: gptq does not reduce the error"
     assert_same(
         q.quantize(model)(torch.eye(32)),
         make_calibrated(model, [torch.eye(32)], weights=weights, **WEIGHTS).quantize(model)(torch.eye(32)),
@@ -266,7 +266,7 @@ def test_outputs_of_int4_are_as_large_as_in_float() -> None:
 
 def test_fp8_has_no_whole_numbers() -> None:
     q = rounded(nn.Sequential(nn.Linear(32, 32)), backend="tensorrt", dtype="fp8", formats=[])
-    assert operand(q, "0").rounding == "rounded to nearest: gptq chooses whole numbers, and those of fp8 are none"
+    assert operand(q, "0").rounding == "rounded to nearest: gptq applies to integer formats, not to fp8"
 
 
 def test_a_branch_that_no_kept_batch_takes_is_rounded_to_nearest() -> None:
@@ -277,9 +277,9 @@ def test_a_branch_that_no_kept_batch_takes_is_rounded_to_nearest() -> None:
             [*data(8, 200, seed), torch.randn(7, 32)],
         )
         found = operand(q, "rarely").rounding
-        if found == "rounded to nearest: no batch that was kept reaches it":
+        if found == "rounded to nearest: no stored batch reaches it":
             break
-    assert found == "rounded to nearest: no batch that was kept reaches it"
+    assert found == "rounded to nearest: no stored batch reaches it"
     assert operand(q, "always").codes is not None
 
 
@@ -545,7 +545,7 @@ def test_several_processes_do_not_share_inputs(monkeypatch: pytest.MonkeyPatch) 
     q = rounded(Net())
     monkeypatch.setattr(progress, "get_world_size", lambda: 2)
     monkeypatch.setattr(ReplayBatches, "on_every_rank", False)
-    with pytest.raises(CalibrationError, match=r"weights\.rounding: gptq needs all that a weight multiplies"):
+    with pytest.raises(CalibrationError, match=r"weights\.rounding: gptq needs all inputs of a weight"):
         _ = q.plan
 
 

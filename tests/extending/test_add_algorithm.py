@@ -110,7 +110,7 @@ with pytest.raises(ValueError, match="algorithm 'other' is an object of function
     algorithms.add("other")(common_clipping.choose)
 with pytest.raises(ValueError, match="algorithm 'other' is the class Algorithm; expected an object"):
     algorithms.add("other")(Algorithm)
-with pytest.raises(CalibrationError, match="no batch was kept for the algorithms: add them .* before calibration"):
+with pytest.raises(CalibrationError, match="no batches were stored for the algorithms; add .* before calibration"):
     late.plan
 
 def fails(plan, work):

@@ -117,7 +117,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 
 def test_nothing_but_zeros() -> None:
-    with pytest.warns(UserWarning, match="every input of all 1 calibration batches is zero"):
+    with pytest.warns(UserWarning, match="all inputs of all 1 calibration batches are zero"):
         histogram = _calibrated(torch.zeros(256, 32)).histogram(INPUT)
     assert histogram.data.counts == (256 * 32,)
     assert all(entry.amax == 0 for entry in histogram.candidates)

@@ -161,7 +161,7 @@ PROXY: Faults = [
     ("export of a simulation", _export_of_a_simulation, r"export\(\) expects the model that quantize\(\) returned"),
 ]
 SENSITIVITY: Faults = [
-    ("before amp", lambda: _plain().sensitivity, r"nothing was measured yet: run the proxy that amp\(\)"),
+    ("before amp", lambda: _plain().sensitivity, r"nothing was measured yet; run data through the proxy that amp\(\)"),
     ("before data", lambda: _measured().sensitivity, "nothing was measured yet"),
     ("fallback before data", lambda: _fall_back(data=(), num=1), "nothing was measured yet: run"),
     ("amp in train mode", lambda: (q := _calibrated()).amp(q.model).train()(X), r"train mode.*call \.eval\(\)"),
@@ -172,7 +172,7 @@ SENSITIVITY: Faults = [
         lambda: _fall_back(),
         "takes one of num, ratio, names, max_drop, min_speedup; got num=None",
     ),
-    ("num=99", lambda: _fall_back(num=99), "num=99: there are only 4 quantized groups to keep in float"),
+    ("num=99", lambda: _fall_back(num=99), "num=99: only 4 groups are quantized"),
 ]
 RULE: Faults = [
     *(

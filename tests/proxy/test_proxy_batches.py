@@ -388,7 +388,7 @@ def test_nothing_but_zeros_is_told_once(dtype: torch.dtype) -> None:
 
     model = Looks().eval()
     q = calibrated(model, [torch.zeros(2, 8, dtype=dtype)] * 3)
-    with pytest.warns(UserWarning, match="every input of all 3 calibration batches is zero"):
+    with pytest.warns(UserWarning, match="all inputs of all 3 calibration batches are zero"):
         q.quantize(model)
     assert str(q.ranges)
     q.calibrate(model, [torch.ones(2, 8, dtype=dtype)], resume=True)

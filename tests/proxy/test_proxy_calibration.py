@@ -258,7 +258,7 @@ def test_nothing_but_zeros(calibrator: str, residual: object) -> None:
     model = Mlp().eval()
     q = Quantizer(preset="plain", activations={"calibrator": calibrator}, sites={"residual_add": residual})
     q.calibrate(model, [torch.zeros(8, 32)] * 2)
-    with pytest.warns(UserWarning, match="every input of all 2 calibration batches is zero"):
+    with pytest.warns(UserWarning, match="all inputs of all 2 calibration batches are zero"):
         operand = _operand(q, "up.forward.linear_0", "input")
     # A range of nothing is none: values that come later would be cut off or coarse.
     assert (operand.quantized, operand.scale, operand.reason) == (False, None, ReasonCode.ONLY_ZEROS.text())

@@ -315,5 +315,5 @@ def test_a_plan_in_which_nothing_is_quantized_says_so(caplog: pytest.LogCaptureF
     q = Quantizer(preset="plain", backend="openvino", exclude={"module_types": ["Linear"]})
     q.calibrate(model, [X])
     frozen = q.quantize(model)
-    assert "nothing is quantized: what quantize() gives is the float model (2 of 2 sites: excluded" in caplog.text
+    assert "nothing is quantized, so quantize() returns the float model (2 of 2 sites: excluded" in caplog.text
     assert torch.equal(frozen(X), model(X))

@@ -139,7 +139,7 @@ def test_a_search_leaves_what_has_no_outliers() -> None:
         model.layer.weight[:, 0] = 127.0
     q = calibrated(model, "auto")
     assert operand(q, "layer.forward.linear_0", "input").smooth is None
-    assert "the output of the model comes out best without" in q.coverage.quantized[0].reason
+    assert "the error of the model's output is smallest without" in q.coverage.quantized[0].reason
 
 
 def test_ranges_of_max_are_exact_over_all_batches() -> None:
@@ -270,7 +270,7 @@ def test_a_branch_that_no_kept_batch_takes_is_left() -> None:
         q.calibrate(model, [*data(6, seed), torch.randn(7, 32, generator=torch.Generator().manual_seed(seed))])
         if "not smoothed" in q.plan["rarely.forward.linear_0"].reason:
             break
-    assert "not smoothed: no batch that was kept reaches it" in q.plan["rarely.forward.linear_0"].reason
+    assert "not smoothed: no stored batch reaches it" in q.plan["rarely.forward.linear_0"].reason
     assert "SmoothQuant 0.5" in q.plan["always.forward.linear_0"].reason
 
 

@@ -81,6 +81,6 @@ def test_a_resumed_training_of_adapters(trained: tuple[nn.Module, nn.Module, Any
 def test_scales_that_move_are_in_no_checkpoint_of_adapters(scales: Any, tmp_path: Path) -> None:
     model = adapted()
     proxy = calibrated(model).qat(model, scales=scales)
-    with pytest.raises(TrainingError, match=r"holds the adapters alone.*scales='fixed'.*save_strategy='no'"):
+    with pytest.raises(TrainingError, match=r"would lack the trained scales.*scales='fixed'.*save_strategy='no'"):
         trainers.trainer(proxy, tmp_path).train()
     trainers.trainer(proxy, tmp_path, save_strategy="no", max_steps=1).train()

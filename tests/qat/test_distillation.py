@@ -199,9 +199,9 @@ def test_every_output_counts(form: str) -> None:
 
 def test_an_output_of_another_form_than_the_teachers_is_refused() -> None:
     model = TwoHeads("tuple").eval()
-    with pytest.raises(QuantizerError, match=r"holds 3 floating-point tensors and the teacher's 2"):
+    with pytest.raises(QuantizerError, match=r"contains 3 floating-point tensors, the teacher's 2"):
         Distillation(model)((torch.zeros(()), *model(data())), data())
-    with pytest.raises(QuantizerError, match=r"output 0 is of shape \(4, 5, 4\) and the teacher's \(8, 5, 4\)"):
+    with pytest.raises(QuantizerError, match=r"output 0 has the shape \(4, 5, 4\), the teacher's \(8, 5, 4\)"):
         Distillation(model)(model(data()[:4]), data())
 
 

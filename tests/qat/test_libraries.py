@@ -175,5 +175,5 @@ def test_accelerate(scales: Any, tmp_path: Path) -> None:
     proxy = calibrated(other, weights={"granularity": "per_tensor"}).qat(other)
     accelerator = type(accelerator)(cpu=True)
     accelerator.prepare(proxy, torch.optim.AdamW(proxy.parameters()))
-    with pytest.raises(TrainingError, match="the checkpoint is of another configuration"):
+    with pytest.raises(TrainingError, match="the checkpoint belongs to another configuration"):
         accelerator.load_state(tmp_path)

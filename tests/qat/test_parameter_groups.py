@@ -73,7 +73,7 @@ def test_what_is_frozen_is_in_no_group() -> None:
 
 def test_mistakes_are_said() -> None:
     _, proxy = trainable()
-    with pytest.raises(QuantizerError, match=r"Gate is no proxy: parameter_groups takes what qat\(\) returned"):
+    with pytest.raises(QuantizerError, match=r"Gate is not a proxy; pass the result of qat\(\) to parameter_groups"):
         parameter_groups(Gate(), 1e-5)
     with pytest.raises(QuantizerError, match="learning_rate is 0, expected a number above 0"):
         parameter_groups(proxy, 0)

@@ -154,10 +154,10 @@ def test_kinds_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="3 problems") as told:
         quantizer.qat(model, scales=wrong)
     kind, nothing, shared = told.value.problems
-    assert "'grown' is no kind of scales" in kind
+    assert "unknown kind 'grown'" in kind
     assert "'nowhere' matches no quantized site" in nothing
-    assert "they read one tensor and share one scale" in shared
-    with pytest.raises(CalibrationError, match="starts from calibrated ones"):
+    assert "they read the same tensor and share a scale" in shared
+    with pytest.raises(CalibrationError, match="needs calibrated scales"):
         Quantizer(preset="plain").qat(residual_net(), scales="average")
 
 

@@ -77,7 +77,7 @@ def test_a_proxy_within_another_module() -> None:
     trained(whole["student"])
     other.load_state_dict(whole.state_dict())
     assert torch.equal(whole["student"](data(9)), other["student"](data(9)))
-    with pytest.raises(TrainingError, match="the checkpoint is of another configuration"):
+    with pytest.raises(TrainingError, match="the checkpoint belongs to another configuration"):
         nn.ModuleDict({"student": proxy_of("fixed")}).load_state_dict(whole.state_dict(), strict=False)
 
 
@@ -97,9 +97,9 @@ def test_another_configuration_is_refused(scales: Any, config: dict[str, Any], s
     proxy = proxy_of(scales, **config)
     before = copy.deepcopy(proxy.state_dict())
     for strict in (True, False):
-        with pytest.raises(TrainingError, match="the checkpoint is of another configuration") as told:
+        with pytest.raises(TrainingError, match="the checkpoint belongs to another configuration") as told:
             proxy.load_state_dict(checkpoint, strict=strict)
-    assert "Make the proxy with the Quantizer of that training" in str(told.value)
+    assert "Create the proxy with the Quantizer of that training" in str(told.value)
     assert told.match(said)
     assert all(torch.equal(before[name], value) for name, value in proxy.state_dict().items())
 
@@ -119,7 +119,7 @@ def test_a_float_checkpoint_is_loaded() -> None:
 def test_a_damaged_checkpoint() -> None:
     proxy = proxy_of()
     checkpoint = proxy.state_dict()
-    for text, said in ((b'{"a', "cannot be read"), (b"\xff\xfe", "cannot be read"), (b"[]", "holds no mapping")):
+    for text, said in ((b'{"a', "cannot be read"), (b"\xff\xfe", "cannot be read"), (b"[]", "is not a mapping")):
         checkpoint["quantizer_decisions"] = torch.tensor(list(text), dtype=torch.uint8)
         with pytest.raises(TrainingError, match=f"the checkpoint is damaged: its quantizer_decisions {said}"):
             proxy.load_state_dict(checkpoint)
@@ -135,7 +135,7 @@ def test_ranges_of_the_first_batches() -> None:
     second.load_state_dict(first.state_dict())
     for seed in range(8):
         first(data(seed))
-    with pytest.raises(TrainingError, match=r"ranges of 10 operands, and nothing was calibrated here yet.*save\(\)"):
+    with pytest.raises(TrainingError, match=r"ranges of 10 operands, but nothing was calibrated here yet.*save\(\)"):
         second.load_state_dict(first.state_dict())
     for seed in range(8):
         second(data(seed + 50))

@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint(files: dict[str, Any], tmp_path: Path) -> None:
     Bench(files).train(tmp_path / "kept", evaluations=1, epochs=0.1)
     path = tmp_path / "kept" / "last.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(TrainingError, match=r"last\.safetensors is no checkpoint of a training, or damaged"):
+    with pytest.raises(TrainingError, match=r"last\.safetensors is not a checkpoint of a training, or is damaged"):
         Bench(files).train(tmp_path / "kept")
 
 

@@ -205,7 +205,7 @@ def test_a_ratio_of_whole_groups_is_that_many(size: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num": 8}, "num=8: there are only 7 quantized groups to keep in float"),
+        ({"num": 8}, "num=8: only 7 groups are quantized"),
         ({"num": -1}, "num=-1: expected a whole number of groups, 0 or more"),
         ({"num": True}, "num=True: expected a whole number"),
         ({"num": 1.0}, "num=1.0: expected a whole number"),

@@ -489,9 +489,9 @@ def test_reuse_gives_what_whole_passes_give(architecture: str) -> None:
     [
         ({"measure": "hessian"}, "measure='hessian': expected one of gradient, local, output, metric"),
         ({"granularity": "model"}, "granularity='model': expected one of group, layer, block"),
-        ({"measure": "metric"}, "measure='metric' and metric= belong together"),
-        ({"metric": lambda model: 1.0}, "measure='metric' and metric= belong together"),
-        ({"measure": "local", "loss": lambda output: output}, "takes no loss: only measure='gradient' does"),
+        ({"measure": "metric"}, "use measure='metric' and metric= together"),
+        ({"metric": lambda model: 1.0}, "use measure='metric' and metric= together"),
+        ({"measure": "local", "loss": lambda output: output}, "does not take loss=; only measure='gradient' does"),
     ],
 )
 def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> None:
@@ -504,8 +504,8 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda output: output, r"loss\(output\) gave a tensor of shape \(8, 32\); expected one floating-point number"),
-        (lambda output: 1.0, r"loss\(output\) gave float; expected one floating-point number as a tensor"),
+        (lambda output: output, r"loss\(output\) returned a tensor of shape \(8, 32\); expected one floating-point number"),
+        (lambda output: 1.0, r"loss\(output\) returned float; expected one floating-point number as a tensor"),
         (lambda output: output.detach().sum(), r"loss\(output\) does not depend on the model's output"),
     ],
 )
@@ -519,7 +519,7 @@ def test_losses_that_are_none(loss: Any, message: str) -> None:
 def test_an_output_that_is_not_finite() -> None:
     model, x = Mlp().eval(), torch.randn(8, 32)
     amp = _quantizer(model, [x]).amp(model)
-    with torch.no_grad(), pytest.raises(SensitivityError, match="is not finite: the output has NaN or inf"):
+    with torch.no_grad(), pytest.raises(SensitivityError, match="is not finite, because the output has NaN or inf"):
         amp(x * torch.inf)
 
 

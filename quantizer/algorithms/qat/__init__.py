@@ -1,4 +1,4 @@
-"""Quantization-aware training: a proxy with rounded operands, its scales, and the schedule of a training."""
+"""Quantization-aware training: a quantized proxy to train, its scales, and the schedule of a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A callback for the ``Trainer`` of transformers, which follows the schedule and stops a training that fails."""
+"""A callback for the ``Trainer`` of transformers that follows the schedule and stops a failing training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class QATCallback(transformers.TrainerCallback):
-    """A callback for training what ``qat()`` returned: ``Trainer(proxy, args, callbacks=[QATCallback()], ...)``.
+    """A callback to train a proxy from ``qat()``: ``Trainer(proxy, args, callbacks=[QATCallback()], ...)``.
 
     It follows the schedule, stops a training that cannot continue, and warns if training makes the model worse than it
     was before the first step. The warning needs an evaluation before training: ``eval_on_start=True``, or
@@ -49,13 +49,13 @@ class QATCallback(transformers.TrainerCallback):
         model = keywords["model"]
         if not is_proxy(model):
             raise TrainingError(
-                f"QATCallback is for a proxy in training, and the Trainer has a {type(model).__name__}: give the "
-                "Trainer what qat(model) returned"
+                f"QATCallback needs a proxy in training, but the Trainer has a {type(model).__name__}; pass the result "
+                "of qat(model) to the Trainer"
             )
         if hasattr(model, "peft_config") and args.save_strategy != "no" and _scales_move(model):
             raise TrainingError(
-                "a checkpoint of adapters holds the adapters alone, and would lack the scales that move: use "
-                "qat(model, scales='fixed'), or save_strategy='no'"
+                "a checkpoint of adapters would lack the trained scales; use qat(model, scales='fixed'), or "
+                "save_strategy='no'"
             )
         self._schedule = Schedule(
             model, state.max_steps, freeze_scales=self._freeze_scales, freeze_batch_norm=self._freeze_batch_norm
@@ -76,14 +76,14 @@ class QATCallback(transformers.TrainerCallback):
         model = keywords["model"]
         if not _gradients_are_finite(model):
             raise TrainingError(
-                f"step {state.global_step + 1}: a gradient is NaN or infinite, first that of "
+                f"step {state.global_step + 1}: a gradient is NaN or infinite, the first is that of "
                 f"{_first_not_finite(model)!r}; the training stopped before the step. {_last_checkpoint(args, state)} "
-                f"Look for a loss that is NaN, or lower the learning rate ({args.learning_rate:g})"
+                f"Check the loss for NaN, or lower the learning rate ({args.learning_rate:g})"
             )
         if state.global_step == 0 and not has_gradient(model.parameters()):
             raise TrainingError(
-                "step 1: no gradient anywhere: the loss depends on no parameter that is trained. Compute it from the "
-                "proxy's output, without detach() or no_grad(), and see which parameters require a gradient"
+                "step 1: no parameter has a gradient, because the loss depends on no trained parameter. Compute it "
+                "from the proxy's output, without detach() or no_grad(), and check which parameters require a gradient"
             )
 
     def on_step_end(
@@ -120,8 +120,8 @@ class QATCallback(transformers.TrainerCallback):
         higher_is_better = args.greater_is_better if args.metric_for_best_model else False
         if now < before if higher_is_better else now > before:
             logger.warning(
-                "%s is %.4g after %d steps, and was %.4g before the first: so far the training makes the model worse "
-                "than PTQ. If that lasts, lower the learning rate (%g)",
+                "%s is %.4g after %d steps, but was %.4g before the first: the model is worse than after PTQ. If this "
+                "continues, lower the learning rate (%g)",
                 name,
                 now,
                 state.global_step,
@@ -150,13 +150,13 @@ def _first_not_finite(model: nn.Module) -> str:
 
 
 def _last_checkpoint(args: transformers.TrainingArguments, state: transformers.TrainerState) -> str:
-    """Return a sentence that names the last good checkpoint; later ones are left from another run."""
+    """Return a sentence that names the last good checkpoint; later ones belong to another run."""
     prefix = transformers.trainer_utils.PREFIX_CHECKPOINT_DIR + "-"
-    found = {
+    checkpoints = {
         int(number): folder
         for folder in Path(args.output_dir or ".").glob(f"{prefix}*")
         if (number := folder.name.removeprefix(prefix)).isdecimal() and int(number) <= state.global_step
     }
-    if not found:
-        return "There is no checkpoint to go back to."
-    return f"The last good checkpoint is {found[max(found)]}."
+    if not checkpoints:
+        return "There is no earlier checkpoint."
+    return f"The last good checkpoint is {checkpoints[max(checkpoints)]}."

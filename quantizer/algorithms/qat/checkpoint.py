@@ -1,9 +1,8 @@
 """Checkpoints of a training: the state of a proxy and its optimizer, with facts about them, in a safetensors file.
 
-The part of a state dict that says how a proxy in training rounds, so that only a proxy that rounds alike loads it.
-
-A buffer holds the decisions for all operands, as the bytes of a JSON text. A parameter that several operands share is
-in the state dict once, because formats without shared tensors (safetensors) would refuse it twice.
+The state dict of a proxy in training has a buffer with the quantization decisions for all operands, as JSON bytes, so
+that only a proxy with equal decisions loads it. A parameter that several operands share is stored once, because formats
+without shared tensors (safetensors) reject duplicates.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from quantizer.utils.plain_values import json_values
 
 LAST = "last.safetensors"
 BEST = "best.safetensors"
-"""The files of a training, in a folder that may hold other files too."""
+"""The files of a training, in a folder that may contain other files."""
 
 _FACTS = "training"
 _SUM = "sha256"
 
 
 def check_checkpoints(folder: Path) -> None:
-    """Raise, before a training, if its checkpoints cannot be written into an existing folder."""
+    """Raise, before a training, if its checkpoints cannot be written into ``folder``."""
     if folder.is_dir():
         for path in (folder / LAST, folder / BEST):
             checked_file(path, TrainingError)
@@ -49,12 +48,12 @@ def check_checkpoints(folder: Path) -> None:
                 read_facts(path)
     elif os.path.lexists(folder):
         raise TrainingError(
-            f"{folder} is no folder, and checkpoints are to be kept there; choose another output folder"
+            f"checkpoints cannot be written to {folder}, which is not a folder; choose another output folder"
         )
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of a training, and their folder if it holds nothing else."""
+    """Remove the checkpoints of a training, and their folder if it is then empty."""
     with suppress(OSError):
         for name in (LAST, BEST):
             (folder / name).unlink(missing_ok=True)
@@ -65,7 +64,7 @@ def write_checkpoint(
     path: Path, proxy: nn.Module, facts: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Write a checkpoint atomically."""
-    # A parameter that modules share is written under each of its names: the format cannot share tensors.
+    # A shared parameter is written under each of its names, because the format cannot share tensors.
     tensors = {f"model.{name}": value.detach().clone().contiguous() for name, value in proxy.state_dict().items()}
     for number, entry in (optimizer.state_dict()["state"] if optimizer is not None else {}).items():
         tensors |= {f"optimizer.{number}.{name}": value.detach().clone() for name, value in entry.items()}
@@ -79,7 +78,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     with _opened(path) as file:
         facts = json_values(file.metadata()[_FACTS])
         if not isinstance(facts, dict):
-            raise ValueError("its facts are no object")
+            raise ValueError("its facts are not an object")
         return facts
 
 
@@ -87,18 +86,18 @@ def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimiz
     """Load a checkpoint into a proxy and an optimizer.
 
     Raises:
-        TrainingError: the file is no checkpoint, damaged, or of another model or configuration.
+        TrainingError: the file is not a checkpoint, is damaged, or belongs to another model or configuration.
     """
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-        told = file.metadata()
-        if told.get(_SUM, "") not in ("", tensors_digest(tensors, told[_FACTS])):
-            raise ValueError("its SHA-256 is not that of its tensors")
+        recorded = file.metadata()
+        if recorded.get(_SUM, "") not in ("", tensors_digest(tensors, recorded[_FACTS])):
+            raise ValueError("its SHA-256 does not match its tensors")
     model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
     try:
         proxy.load_state_dict(model)
     except RuntimeError as error:
-        raise TrainingError(f"{path} is of another model or configuration: {error}") from error
+        raise TrainingError(f"{path} belongs to another model or configuration: {error}") from error
     if optimizer is not None:
         state: dict[int, dict[str, Tensor]] = {}
         for name, value in tensors.items():
@@ -109,12 +108,12 @@ def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def share_checkpoints(folder: Path) -> None:
-    """Give all processes the checkpoints of the first one, each in its own folder; all processes must call this."""
+    """Copy the checkpoints of the first process to all processes, each to its own folder; all must call this."""
     for path in (folder / LAST, folder / BEST):
-        told = of_first_rank(lambda path=path: path.read_bytes() if path.is_file() else b"")  # type: ignore[misc]
-        if told and get_rank() > 0:
+        content = of_first_rank(lambda path=path: path.read_bytes() if path.is_file() else b"")  # type: ignore[misc]
+        if content and get_rank() > 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(told)
+            path.write_bytes(content)
 
 
 @contextmanager
@@ -126,7 +125,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise TrainingError(
-            f"{path} is no checkpoint of a training, or damaged: {error}; remove it to begin the training anew"
+            f"{path} is not a checkpoint of a training, or is damaged: {error}; remove it to restart the training"
         ) from error
 
 
@@ -134,7 +133,7 @@ _BUFFER = "quantizer_decisions"
 
 
 def prepare_state_dict(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> None:
-    """Add the decisions for all operands to the proxy's state dict, and make it refuse a state dict with others.
+    """Add the decisions for all operands to the proxy's state dict, and reject state dicts with other decisions.
 
     A state dict without decisions, such as the float model's, loads as usual.
 
@@ -142,7 +141,7 @@ def prepare_state_dict(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> None
         proxy: the proxy to train.
         kinds: the kinds of the scales, by ``SITE.OPERAND``; all others are fixed.
     """
-    # Beside the parameters: NCCL sends no tensor of the CPU.
+    # On the device of the parameters, because NCCL does not send CPU tensors.
     device = next(proxy.parameters()).device
     proxy.register_buffer(_BUFFER, _as_bytes(_decisions(proxy, kinds)).to(device))
     proxy.register_state_dict_pre_hook(partial(_before_saving, kinds))  # type: ignore[no-untyped-call]
@@ -151,7 +150,7 @@ def prepare_state_dict(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> None
 
 
 def _decisions(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> dict[str, str]:
-    """Return how each quantized operand is rounded, by ``SITE.OPERAND``, and what shifts a bias, by ``SITE.bias``."""
+    """Return how each quantized operand is rounded, by ``SITE.OPERAND``, and each bias shift, by ``SITE.bias``."""
     names = (
         (f"{site.path}.{operand.name}", site.quantizer(position))
         for site in sites_of(proxy)
@@ -166,7 +165,7 @@ def _decisions(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> dict[str, st
 
 
 def _description(quantizer: OperandQuantizer, kind: ScaleKind) -> str:
-    """Return how an operand is rounded, without the values of its scale, which a checkpoint holds itself."""
+    """Return how an operand is quantized, without the values of its scale, which a checkpoint stores itself."""
     parts = [quantizer.dtype, "per tensor" if quantizer.axis is None else f"axis {quantizer.axis}"]
     if quantizer.dynamic:
         parts.append("ranges at run time")
@@ -196,10 +195,10 @@ def _from_bytes(stored: Tensor) -> dict[str, str]:
         decisions = json_values(stored.cpu().numpy().tobytes())
     except ValueError as error:
         raise TrainingError(
-            f"the checkpoint is damaged: its {_BUFFER} cannot be read ({error}); take an earlier one"
+            f"the checkpoint is damaged: its {_BUFFER} cannot be read ({error}); use an earlier one"
         ) from error
     if not isinstance(decisions, dict):
-        raise TrainingError(f"the checkpoint is damaged: its {_BUFFER} holds no mapping; take an earlier one")
+        raise TrainingError(f"the checkpoint is damaged: its {_BUFFER} is not a mapping; use an earlier one")
     return decisions
 
 
@@ -227,22 +226,22 @@ def _before_loading(
             state_dict.update({prefix + name: state_dict[prefix + first] for name in others})
 
 
-def _compare(there: dict[str, str], here: dict[str, str]) -> None:
-    """Raise unless the decisions of a checkpoint are those of the proxy that loads it."""
-    differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+def _compare(stored: dict[str, str], current: dict[str, str]) -> None:
+    """Raise unless a checkpoint and the proxy that loads it have the same decisions."""
+    differing = sorted(name for name in stored.keys() | current.keys() if stored.get(name) != current.get(name))
     if not differing:
         return
-    if not here:
+    if not current:
         raise TrainingError(
-            f"the checkpoint holds ranges of {len(there)} operands, and nothing was calibrated here yet: make the "
-            "proxy with the Quantizer of that training, Quantizer.load() of the folder that its save() wrote"
+            f"the checkpoint has ranges of {len(stored)} operands, but nothing was calibrated here yet; create the "
+            "proxy with the Quantizer of that training, from Quantizer.load() of the folder of its save()"
         )
     first = differing[0]
     count = "1 operand differs, " if len(differing) == 1 else f"{len(differing)} operands differ, the first is "
     raise TrainingError(
-        f"the checkpoint is of another configuration: {count}{first}: {there.get(first, 'not quantized')} in the "
-        f"checkpoint, {here.get(first, 'not quantized')} here. Make the proxy with the Quantizer of that training "
-        "(Quantizer.load() of the folder that its save() wrote) and the same scales=, or train without this checkpoint"
+        f"the checkpoint belongs to another configuration: {count}{first}: {stored.get(first, 'not quantized')} in the "
+        f"checkpoint, {current.get(first, 'not quantized')} here. Create the proxy with the Quantizer of that training "
+        "(Quantizer.load() of the folder of its save()) and the same scales=, or train without this checkpoint"
     )
 
 

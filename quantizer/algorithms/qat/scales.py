@@ -1,8 +1,8 @@
-"""Scales in training: fixed, learned, or moving averages of what each step needs.
+"""Scales in training: fixed, learned, or moving averages of the scale that each step needs.
 
-Legend: x [*] the operand; s its scale [], [C] or in blocks; z its zero point (0 where there is none).
+Legend: x [*] the operand; s its scale [], [C] or in blocks; z its zero point (0 if there is none).
 
-s' = max(max(x) / (qmax - z), -min(x) / (z - qmin))        the smallest scale that clips nothing
+    s' = max(max(x) / (qmax - z), -min(x) / (z - qmin))        the smallest scale that clips nothing
     s  <- MOMENTUM * s + (1 - MOMENTUM) * s'
 
 A learned scale is the calibrated scale times a factor, whose parameter starts at 0 (LSQ, Esser et al. 2020,
@@ -35,7 +35,7 @@ MOMENTUM = 0.9
 
 
 class Padding:
-    """The mask of the current batch, which tells real tokens from padding.
+    """The mask of the current batch, which separates real tokens from padding.
 
     Attributes:
         mask: [B, S]; None: all tokens are real.
@@ -43,17 +43,17 @@ class Padding:
 
     def __init__(self) -> None:
         self.mask: Tensor | None = None
-        self._doubted = False
+        self._warned_of_mask = False
 
     def read(self, keywords: Mapping[str, Any], args: tuple[Any, ...]) -> None:
         """Store the mask of a batch; if its meaning is doubtful, store None and warn once."""
         self.mask, doubt = read_mask(keywords, args)
-        if doubt is not None and not self._doubted:
-            self._doubted = True
+        if doubt is not None and not self._warned_of_mask:
+            self._warned_of_mask = True
             warnings.warn(doubt, stacklevel=2)
 
     def keep(self, proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Store the mask of the batch with which ``proxy`` is called, as a forward pre-hook of it.
+        """Store the mask of the batch, as a forward pre-hook of ``proxy``.
 
         It is a method, not a closure, so that a copy of the proxy has a copy of this object.
         """
@@ -63,9 +63,9 @@ class Padding:
 class MovingAverage:
     """The moving average of one scale, and the quantizers of the operands that share it.
 
-    It keeps the maximum of all values until the next ``step``, so that neither layers that are computed again for their
-    gradients nor batches whose gradients are summed count twice. A pass counts if gradients are recorded, in train and
-    in eval mode, because training in eval mode is training too: run evaluations under ``torch.no_grad()``.
+    It keeps the maximum of all values until the next ``step``, so that gradient checkpointing and gradient accumulation
+    do not count values twice. A pass counts if gradients are recorded, in train and in eval mode, because some
+    trainings run in eval mode; run evaluations under ``torch.no_grad()``.
     """
 
     def __init__(self, padding: Padding) -> None:
@@ -79,18 +79,18 @@ class MovingAverage:
         if x.numel() == 0:
             return
         needed = least_scale(x, quantizer)
-        # No scale can cover infinities or NaN, and the average would never lose them.
+        # No scale can cover infinities or NaN, and they would stay in the average.
         needed = torch.where(needed.isfinite(), needed, 0)
         self._needed = needed if self._needed is None else torch.maximum(self._needed, needed)
 
     def step(self) -> None:
-        """Move the scale towards the range of all values since the last step, of all ranks."""
+        """Move the scale towards the range of all values since the last step, over all ranks."""
         scale = self.quantizers[0].scale
         assert scale is not None
         needed = torch.zeros_like(scale) if self._needed is None else self._needed
         needed = all_reduce_tensor(needed, largest=True)
         self._needed = None
-        # Without values, or with zeros alone, there is no range to follow.
+        # Without values, or with zeros only, the scale does not change.
         moved = torch.where(needed > 0, MOMENTUM * scale + (1 - MOMENTUM) * needed, scale)
         for quantizer in self.quantizers:
             assert quantizer.scale is not None
@@ -105,11 +105,11 @@ def step_averages(quantizers: Iterable[OperandQuantizer]) -> None:
 
 
 def least_scale(x: Tensor, quantizer: OperandQuantizer) -> Tensor:
-    """Return the smallest scale, of the shape of the quantizer's, with which no value of x is clipped."""
+    """Return the smallest scale, in the shape of the quantizer's, that clips no value of x."""
     scale, kind = quantizer.scale, qtype(quantizer.dtype)
     assert scale is not None
     zero = 0 if quantizer.zero_point is None else int(quantizer.zero_point)
-    # Without a zero point int8 is symmetric: qmax alone decides the range, though the lowest code is -qmax - 1.
+    # Without a zero point int8 is symmetric: qmax determines the range, although the lowest integer is -qmax - 1.
     low = -kind.qmax if quantizer.zero_point is None else kind.qmin - zero
     values = in_blocks(x.float(), quantizer.axis, quantizer.block_size)
     shape = beside(scale, x.dim(), quantizer.axis, quantizer.block_size).shape
@@ -123,8 +123,10 @@ def least_scale(x: Tensor, quantizer: OperandQuantizer) -> Tensor:
 ScaleKind = Literal["fixed", "average", "learned"]
 
 Scales = ScaleKind | Mapping[str, ScaleKind]
-"""One kind for all scales, or kinds by pattern of a site's or operand's name (``**.add_*``, ``**.weight``). If several
-patterns match, the last decides; scales that no pattern matches are fixed."""
+"""One kind for all scales, or kinds by pattern of a site's or operand's name (``**.add_*``, ``**.weight``).
+
+The last matching pattern decides; scales that no pattern matches are fixed.
+"""
 
 
 def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
@@ -132,12 +134,13 @@ def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
 
     Raises:
         ConfigError: a kind is unknown, a pattern matches nothing, or operands that share a scale have several kinds;
-            all problems are listed.
+            the message lists all problems.
     """
     rules: Mapping[str, Any] = {"**": scales} if isinstance(scales, str) else scales
     known = get_args(ScaleKind)
     problems = [
-        f"qat(scales={scales!r}): {kind!r} is no kind of scales; expected {', '.join(known)}, or such by pattern"
+        f"qat(scales={scales!r}): unknown kind {kind!r}; expected {', '.join(known)}, or a mapping from patterns to "
+        "these"
         for kind in rules.values()
         if kind not in known
     ]
@@ -158,8 +161,8 @@ def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
         other = shared.setdefault(group, name) if group is not None else name
         if kinds[other] != kinds[name]:
             problems.append(
-                f"qat(scales=...): {other} is {kinds[other]} and {name} is {kinds[name]}, but they read one tensor and "
-                "share one scale; give both the same kind"
+                f"qat(scales=...): {other} is {kinds[other]} and {name} is {kinds[name]}, but they read the same "
+                "tensor and share a scale; use the same kind for both"
             )
     if problems:
         raise ConfigError(problems)
@@ -167,13 +170,13 @@ def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
 
 
 def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind], scale_dtype: torch.dtype) -> None:
-    """Set up each scale of a proxy by its kind; the plan must have been applied to the proxy.
+    """Set up each scale of a proxy by its kind; the plan must be applied to the proxy.
 
     Args:
         proxy: the proxy to train.
         plan: the plan of the proxy.
         kinds: the kinds of the scales, by ``SITE.OPERAND``.
-        scale_dtype: the float type of scales on the target; training rounds with scales of this type.
+        scale_dtype: the float type of scales on the target; training uses scales of this type.
     """
     changes: dict[Hashable, nn.Parameter] = {}
     averages: dict[Hashable, MovingAverage] = {}
@@ -193,13 +196,13 @@ def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind], 
 
 
 def changed_scales(proxy: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """Return the scales that differ from the plan's now, by ``SITE.OPERAND``."""
+    """Return the scales that differ from the plan's, by ``SITE.OPERAND``."""
     planned = {name: operand for name, operand, _, _ in _scaled(proxy, plan)}
     now: dict[str, list[Tensor]] = defaultdict(list)
     for name, _, _, quantizer in _scaled(proxy, plan):
         now[name].append(quantizer.current_scale())
     scales = {
-        name: torch.stack(found) if planned[name].several_ranges else found[0].clone() for name, found in now.items()
+        name: torch.stack(values) if planned[name].several_ranges else values[0].clone() for name, values in now.items()
     }
     former = {
         name: operand.call_scales if operand.several_ranges else operand.scale for name, operand in planned.items()
@@ -208,11 +211,11 @@ def changed_scales(proxy: nn.Module, plan: Plan) -> dict[str, Tensor]:
 
 
 def fix_scales(proxy: nn.Module) -> None:
-    """Fix all scales at their current values. Call it again after each later step of the optimizer."""
+    """Fix all scales at their current values; call it again after each later step of the optimizer."""
     quantizers = quantizers_of(proxy)
     for quantizer in quantizers:
         quantizer.fix_scale()
-    # The optimizer's momentum still moves the parameters; a checkpoint would hold that as a change of the scale.
+    # The optimizer's momentum still moves the parameters, which a checkpoint would store as a change of the scale.
     with torch.no_grad():
         for quantizer in quantizers:
             if quantizer.change is not None:
@@ -224,9 +227,9 @@ def _same(scale: Tensor, planned: Tensor | None) -> bool:
 
 
 def _scaled(proxy: nn.Module, plan: Plan) -> Iterator[tuple[str, OperandPlan, Hashable, OperandQuantizer]]:
-    """Yield every scale of a quantized operand: its name, plan and quantizer, and a key that those that share it have.
+    """Yield every scale of a quantized operand: name, plan, key of operands that share the scale, and quantizer.
 
-    An operand whose calls have ranges of their own has a scale for each call, and comes as often.
+    An operand whose calls have ranges of their own yields one scale for each call.
     """
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
@@ -235,7 +238,7 @@ def _scaled(proxy: nn.Module, plan: Plan) -> Iterator[tuple[str, OperandPlan, Ha
             name, quantizer = f"{site.path}.{operand.name}", site.quantizer_of(operand.name)
             shared = None if operand.range_group is None else scale_group(replace(operand, calls=()))
             for number, call in enumerate(operand.calls):
-                # Calls with the range of all calls share it with no other operand.
+                # Calls with the common range share it with no other operand.
                 key = (name, number) if call.tensor < 0 else (shared, call.tensor)
                 yield name, operand, key, quantizer.of_call(number)
             if not operand.calls:

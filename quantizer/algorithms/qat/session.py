@@ -1,12 +1,7 @@
-"""The stage behind ``Quantizer.qat``: a proxy that rounds its operands and is trained.
+"""The implementation of ``Quantizer.qat``: a quantized proxy that is trained.
 
-A check of the gradients of a step.
-
-Steps of a training that several processes take together, each with its rows of the batch.
-
-The schedule of a training: it fixes batch statistics first, and scales later.
-
-Parameter groups for an optimizer, in which scales of activations have a learning rate of their own.
+The file also has the gradient check of a step, steps that several processes take together, the schedule that fixes
+batch norm statistics and scales, and parameter groups with a separate learning rate for scales of activations.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ from quantizer.utils.distributed import all_reduce_tensor, get_rank, get_world_s
 logger = logging.getLogger(__name__)
 
 _FIRST_BATCHES = 8
-"""The number of batches that give the ranges if nothing was calibrated."""
+"""The number of batches that determine the ranges if nothing was calibrated."""
 
 
 class QatSession:
@@ -41,7 +36,7 @@ class QatSession:
 
     Attributes:
         model: the model whose parameters are trained.
-        proxy: the proxy that rounds; its parameters are the model's and the learned scales.
+        proxy: the quantized proxy; its parameters are the model's and the learned scales.
     """
 
     def __init__(
@@ -65,7 +60,7 @@ class QatSession:
             kinds = kinds_of({}, scales)
             if scales != "fixed":
                 raise CalibrationError(
-                    f"scales={scales!r} starts from calibrated ones, and nothing was calibrated yet: run data through "
+                    f"scales={scales!r} needs calibrated scales, but nothing was calibrated yet; run data through "
                     "calib(model), or call calibrate(model, batches), before qat()"
                 )
         else:
@@ -75,26 +70,26 @@ class QatSession:
             set_up_scales(self.proxy, trained, kinds, scale_dtype)
         if not any(parameter.requires_grad for parameter in self.proxy.parameters()):
             raise TrainingError(
-                f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing to train: call "
-                "requires_grad_() on the model, or on the part of it that is to be trained, before qat()"
+                f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing to train; call "
+                "requires_grad_() on the model, or on the part to train, before qat()"
             )
         prepare_state_dict(self.proxy, kinds)
 
     def calibrate_first(self, observing: nn.Module, decided: Callable[[], Plan]) -> None:
-        """Calibrate with the first batches: each goes through ``observing`` before the proxy rounds it."""
-        logger.warning("qat(): nothing was calibrated, so ranges come from the first %d batches", _FIRST_BATCHES)
-        seen = 0
+        """Calibrate with the first batches: each runs through ``observing`` before the quantized proxy."""
+        logger.warning("qat(): nothing was calibrated, so the first %d batches determine the ranges", _FIRST_BATCHES)
+        batches = 0
 
         def observe(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            nonlocal seen
+            nonlocal batches
             with torch.no_grad():
                 observing(*args, **keywords)
             self._plan = decided()
             self._apply(self._plan)
-            seen += 1
-            if seen == _FIRST_BATCHES:
+            batches += 1
+            if batches == _FIRST_BATCHES:
                 handle.remove()
-                logger.info("qat(): ranges are those of the first %d batches", _FIRST_BATCHES)
+                logger.info("qat(): ranges are fixed after the first %d batches", _FIRST_BATCHES)
 
         handle = self.proxy.register_forward_pre_hook(LocalHook(observe), with_kwargs=True)
 
@@ -104,7 +99,7 @@ class QatSession:
         The scales differ from the plan's if training moved them, or if a checkpoint was loaded.
         """
         if self._plan is None:
-            raise CalibrationError("nothing was calibrated, and no batch went through the proxy of qat() yet")
+            raise CalibrationError("nothing was calibrated, and no batch ran through the proxy of qat() yet")
         if self._replaced is not None:
             return self._replaced
         changed = changed_scales(self.proxy, self._applied)
@@ -112,30 +107,30 @@ class QatSession:
         return with_given_weights(plan, self.model)
 
     def replace(self, plan: Plan) -> None:
-        """Let ``learned_plan`` return this plan, whatever the proxy's scales."""
+        """Make ``learned_plan`` return ``plan``, whatever the proxy's scales."""
         self._replaced = plan
 
     def _hand_back_buffers(self, proxy: nn.Module, args: Any, result: Any) -> None:
-        """Assign buffers that a pass replaced in the proxy to the model; layers of torch write into theirs instead."""
+        """Assign buffers that a pass replaced in the proxy to the model."""
         for module in proxy.modules():
             hand_back_buffers(module)
 
     def require_weights_of(self, model: nn.Module) -> None:
-        """Raise unless the parameters of a model are still those that were trained."""
+        """Raise if parameters of ``model`` were replaced since training started."""
         now = dict(model.named_parameters())
         replaced = [
             path for path, parameter in self.proxy.named_parameters() if path in now and now[path] is not parameter
         ]
         if replaced:
             raise TrainingError(
-                f"{len(replaced)} parameters of the model were replaced since qat(), the first is {replaced[0]}: its "
-                "scales are those of what was trained, and the proxy has that still; load into the parameters in place "
-                "(load_state_dict without assign), or call qat() again"
+                f"{len(replaced)} parameters of the model were replaced since qat(), the first is {replaced[0]}; the "
+                "proxy still trains the old ones. Load into the parameters in place (load_state_dict without assign), "
+                "or call qat() again"
             )
 
     def _apply(self, plan: Plan) -> None:
         self._applied = plan
-        # After more batches, the plan may leave an operand float that it rounded before.
+        # After more batches, the plan may no longer quantize an operand.
         for site in sites_of(self.proxy):
             site.reset()
         with_passes(self.proxy, plan)
@@ -144,15 +139,15 @@ class QatSession:
 
 
 def has_gradient(parameters: Iterable[Tensor]) -> bool:
-    """Return whether any parameter has a gradient that is not all zeros."""
+    """Return whether any parameter has a gradient other than zeros."""
     return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters)
 
 
 Example = TypeVar("Example")
 
 
-def own_examples(examples: Sequence[Example]) -> tuple[Sequence[Example], float]:
-    """Return this process's part of a batch, and its share of it; with fewer samples than processes each gets all."""
+def own_rows(rows: Sequence[Row]) -> tuple[Sequence[Row], float]:
+    """Return this process's rows of a batch, and their share; with fewer rows than processes, each gets all."""
     size = get_world_size()
     if len(examples) < size:
         return examples, 1 / size
@@ -161,7 +156,7 @@ def own_examples(examples: Sequence[Example]) -> tuple[Sequence[Example], float]
 
 
 def sum_gradients(parameters: Sequence[Tensor], share: float) -> None:
-    """Replace gradients by their sums over all processes, each times its share; all processes must call this.
+    """Replace gradients by their sums over all processes, weighted by ``share``; all processes must call this.
 
     A parameter that has no gradient in any process keeps none.
     """
@@ -187,18 +182,18 @@ class Schedule:
         proxy: the proxy that ``qat()`` returned.
         steps: the number of steps of the optimizer, 1 or more.
         freeze_scales: the share of the steps after which scales are fixed, 0 to 1; 1: they are never fixed.
-        freeze_batch_norm: the share after which batch norms keep their statistics, 0 to 1. From then on they compute
-            the same as in the exported file, where they are folded into the convolutions before them.
+        freeze_batch_norm: the share after which batch norms stop updating statistics, 0 to 1. From then on they compute
+            as in the exported file, where they are folded into the convolutions before them.
 
     Raises:
-        QuantizerError: ``proxy`` is not what ``qat()`` returned, or a number is out of bounds.
+        QuantizerError: ``proxy`` is not a result of ``qat()``, or a number is out of bounds.
     """
 
     def __init__(
         self, proxy: nn.Module, steps: int, *, freeze_scales: float = 0.8, freeze_batch_norm: float = 0.5
     ) -> None:
         if not is_proxy(proxy) or any(site.frozen for site in sites_of(proxy)):
-            raise QuantizerError("a Schedule is of the proxy that qat() returns, to be trained")
+            raise QuantizerError("a Schedule needs the proxy that qat() returns")
         if steps < 1:
             raise QuantizerError(f"steps is {steps}, expected 1 or more")
         for name, share in (("freeze_scales", freeze_scales), ("freeze_batch_norm", freeze_batch_norm)):
@@ -207,16 +202,16 @@ class Schedule:
         self._proxy = proxy
         self._freeze_scales = steps if freeze_scales == 1 else freeze_scales * steps
         self._freeze_batch_norm = freeze_batch_norm * steps
-        self._held: list[Any] = []
+        self._frozen_batch_norms: list[Any] = []
 
     def at(self, step: int) -> None:
-        """Bring the proxy to its state after ``step`` steps, 0 or more; a second call at one step has no effect."""
+        """Bring the proxy to its state after ``step`` steps, 0 or more; repeated calls have no effect."""
         quantizers = quantizers_of(self._proxy)
         step_averages(quantizers)
         if step >= self._freeze_scales:
             fix_scales(self._proxy)
-        if step >= self._freeze_batch_norm and not self._held:
-            self._held = [
+        if step >= self._freeze_batch_norm and not self._frozen_batch_norms:
+            self._frozen_batch_norms = [
                 module.register_forward_pre_hook(_keep_statistics)
                 for module in self._proxy.modules()
                 if isinstance(module, _BatchNorm)
@@ -233,30 +228,30 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for Adam or AdamW.
 
-    Learned scales of activations have a rate of their own: the scale of calibration may be a third of the best one for
-    training, and a rate that suits weights would not get there in thousands of steps. Scales of weights fit from the
-    start, and are trained at the rate of the weights.
+    Learned scales of activations have their own learning rate: the calibrated scale may be a third of the best one for
+    training, and a rate that suits weights would need thousands of steps. Scales of weights fit from the start and use
+    the rate of the weights.
 
     Args:
         proxy: the proxy that ``qat()`` returned.
         learning_rate: the rate of weights and of learned scales of weights.
-        scale_learning_rate: the largest change of a learned scale of an activation in a step, as a share of the scale.
+        scale_learning_rate: the largest relative change of a learned activation scale per step.
 
     Returns:
         Groups with ``params`` and ``lr``, none of them empty.
 
     Raises:
-        QuantizerError: ``proxy`` is no proxy, or a rate is not above 0.
+        QuantizerError: ``proxy`` is not a proxy, or a rate is not above 0.
     """
     if not is_proxy(proxy):
-        raise QuantizerError(f"{type(proxy).__name__} is no proxy: parameter_groups takes what qat() returned")
+        raise QuantizerError(f"{type(proxy).__name__} is not a proxy; pass the result of qat() to parameter_groups")
     for name, rate in (("learning_rate", learning_rate), ("scale_learning_rate", scale_learning_rate)):
         if not 0 < rate < float("inf"):
             raise QuantizerError(f"{name} is {rate}, expected a number above 0")
     ranges = {id(quantizer.change) for quantizer in quantizers_of(proxy) if quantizer.of_samples}
     trained = [parameter for parameter in proxy.parameters() if parameter.requires_grad]
     of_ranges = [parameter for parameter in trained if id(parameter) in ranges]
-    rest = [parameter for parameter in trained if id(parameter) not in ranges]
+    others = [parameter for parameter in trained if id(parameter) not in ranges]
     # At the same rate, a scale moves GAIN times as far as a weight.
-    groups = [{"params": rest, "lr": learning_rate}, {"params": of_ranges, "lr": scale_learning_rate / GAIN}]
+    groups = [{"params": others, "lr": learning_rate}, {"params": of_ranges, "lr": scale_learning_rate / GAIN}]
     return [group for group in groups if group["params"]]

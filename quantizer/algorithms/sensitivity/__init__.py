@@ -1,4 +1,4 @@
-"""The error that quantizing each group of sites makes, and the groups that fall back to float."""
+"""Sensitivity: the error caused by quantizing each group of sites, and the groups that fall back to float."""
 
 from __future__ import annotations
 

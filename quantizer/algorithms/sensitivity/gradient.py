@@ -1,24 +1,24 @@
 """The measure ``gradient``: a second-order estimate of the output's divergence, for all groups by one backward pass.
 
-Legend: y the output; d_s [.., C] the change of a site's output if a group is rounded, d_st its rows; J_st the
-derivative of y by such a row; v a random direction at the output whose covariance is H, the Hessian of the divergence
-(see ``metric.py``).
+Legend: y the output; d_s [.., C] the change of a site's output if a group is quantized, d_st its rows; J_st the
+derivative of y with respect to such a row; v a random direction at the output whose covariance is H, the Hessian of the
+divergence (see ``metric.py``).
 
-To second order a change J d of the output costs |J d|^2 in the metric H. One backward pass gives g_st = v J_st, and
-E (g_st . d_st)^2 is that cost (Hutchinson's estimator). The estimate for a group is the sum of (g_st . d_st)^2 over the
-rows of its sites. It takes the errors of rows as independent, so that thousands of rows average out the variance of a
-single random direction. With a loss, g is the gradient of the loss, and the estimate that of the empirical Fisher
+To second order a change J d of the output costs |J d|^2 in the metric H. One backward pass gives g_st = v J_st, and E
+(g_st . d_st)^2 is that cost (Hutchinson's estimator). The estimate for a group is the sum of (g_st . d_st)^2 over the
+rows of its sites. It assumes that errors of rows are independent, so thousands of rows average out the variance of a
+single random direction. With a loss, g is the gradient of the loss, and the estimate is that of the empirical Fisher
 matrix.
 
-Autograd keeps only what a block gets: on the way back a block is computed again, so that memory does not grow with the
-layers but by their inputs.
+Autograd keeps only the inputs of blocks; the backward pass computes each block again, so memory does not grow with the
+layers but with their inputs (``RepeatedCalls``).
 
-The result leaves out three kinds of groups. No gradient reaches the first: they stand before a rounding, an argmax or a
-block without gradients. The changes of the second are not small: a range clips a few rows on which the rest of the
-network depends (the first token of many decoders). There the second order is no estimate: the true cost is bounded, or
-far larger. The operands of the third are overwritten by the model before the backward pass, which computes the changes.
+The result omits three kinds of groups:
 
-Calls that the backward pass repeats, so that autograd keeps their inputs only.
+- No gradient reaches them: a rounding, an argmax or a block without gradients follows.
+- Their changes are not small: a range clips a few rows on which the network depends (the first token of many decoders).
+The second order is no estimate then, because the true cost is bounded, or far larger.
+- The model overwrites their operands before the backward pass, which computes the changes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from quantizer.utils.batches import copied
 from quantizer.utils.structure import leaves
 
 _SMALL = 0.25
-"""The largest share that the square of a row's change may have of the row's own square."""
+"""The largest ratio of the square of a row's change to the square of the row."""
 
 Loss = Callable[[Any], Tensor]
-"""A function of the model's output that gives a scalar."""
+"""A function from the model's output to a scalar."""
 
 
 def gradient(
@@ -63,9 +63,9 @@ def gradient(
     divergence = Divergence(result, padding_mask(keywords, args))
 
     def run() -> Any:
-        given, named = copied(args, keywords)
-        # Not ``forward`` of a replay: the backward pass repeats calls in the state that this one leaves.
-        return proxy.forward(*given, **named)
+        positional, by_keyword = copied(args, keywords)
+        # Not a replay: the backward pass repeats calls in the state after this one.
+        return proxy.forward(*positional, **by_keyword)
 
     numbered = {group.block for group in groups if group.block.rpartition(".")[2].isdigit()}
     blocks = RepeatedCalls(module for path, module in proxy.named_modules() if path in numbered)
@@ -78,14 +78,14 @@ def gradient(
     except RuntimeError as error:
         if loss is not None or not overwritten(error):
             raise
-        # The model changes in place what its own backward pass would need: it has no gradient.
+        # The model overwrites tensors that its own backward pass needs, so it has no gradient.
         return {}
 
 
 def _costs(
     run: Callable[[], Any], groups: Sequence[Group], divergence: Divergence, loss: Loss | None, *, later: bool
 ) -> dict[str, float]:
-    """Return the estimates by a pass forward and one backward; ``later`` as in ``watched``."""
+    """Return the estimates from a forward and a backward pass; ``later`` as in ``watched``."""
     costs: dict[str, float] = defaultdict(float)
     large: set[str] = set()
     anchor = torch.zeros((), requires_grad=True)
@@ -99,28 +99,28 @@ def _costs(
 
     def visit(site: Site, output: Tensor, pending: Pending) -> Tensor:
         if not site.source.in_place:
-            given = (output, anchor, add, pending.compute, *pending.tensors)
-            passed: Tensor = _Watch.apply(*given)  # type: ignore[no-untyped-call]
+            inputs = (output, anchor, add, pending.compute, *pending.tensors)
+            passed: Tensor = _Watch.apply(*inputs)  # type: ignore[no-untyped-call]
             return passed
-        # Other code holds this very tensor: a copy would not change with it.
+        # Other code refers to this tensor; a copy would not change with it.
         if output.requires_grad:
             output.register_hook(partial(add, pending.changes()))  # type: ignore[no-untyped-call]
         return output
 
-    # The backward pass repeats calls, in which the sites must do as in the first pass.
+    # The backward pass repeats calls, in which the sites must compute as in the first pass.
     with torch.enable_grad(), watched(groups, visit, later=later):
         output = run()
         probe = divergence.probe(output) if loss is None else _of_loss(loss, output)
         reached = [pair for pair in zip(probe.tensors, probe.directions, strict=True) if pair[0].requires_grad]
         if reached:
-            # The gradient of the anchor is 0. On the way to it autograd passes every site and computes no parameter's.
+            # The gradient of the anchor is 0. On its way autograd passes every site, but computes none for parameters.
             tensors, directions = zip(*reached, strict=True)
             torch.autograd.grad(tensors, [anchor], directions, allow_unused=True)
     return {name: cost * probe.factor for name, cost in costs.items() if name not in large}
 
 
 def _is_small(change: Tensor, value: Tensor, gradient: Tensor) -> bool:
-    """Return whether no row changes by much that has at least the mean power and on which the output depends."""
+    """Return whether all changes are small, among rows of at least mean power that affect the output."""
     if value.dim() == 0:
         return True
     power = value.square().sum(-1)
@@ -129,7 +129,7 @@ def _is_small(change: Tensor, value: Tensor, gradient: Tensor) -> bool:
 
 
 class _Watch(torch.autograd.Function):
-    """The identity, which calls a function with changes and with the gradient on its way back."""
+    """The identity; its backward pass calls ``show`` with the changes and the gradient."""
 
     @staticmethod
     def forward(
@@ -141,14 +141,14 @@ class _Watch(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         ctx.show, ctx.compute = show, compute
-        # Not as attributes: where a call is repeated, autograd frees what it saved and saves it anew.
+        # Not as attributes: if a call is repeated, autograd frees its saved tensors and saves new ones.
         ctx.save_for_backward(*tensors)
-        # A copy, since autograd forbids in-place changes of an input that a function returns.
+        # A copy, because autograd forbids in-place changes of an input that a function returns.
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Asked for once: each time would repeat the call.
+        # Read once, because each access would repeat the call.
         tensors = ctx.saved_tensors
         ctx.show(ctx.compute(*tensors), gradient)
         return gradient, torch.zeros(()), None, None, *[None] * len(tensors)
@@ -158,9 +158,11 @@ def _of_loss(loss: Loss, output: Any) -> Probe:
     value = loss(output)
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise SensitivityError(f"loss(output) gave {shown}; expected one floating-point number as a tensor")
+        raise SensitivityError(f"loss(output) returned {shown}; expected one floating-point number as a tensor")
     if not value.requires_grad:
-        raise SensitivityError("loss(output) does not depend on the model's output by anything torch can differentiate")
+        raise SensitivityError(
+            "loss(output) does not depend on the model's output in a way that torch can differentiate"
+        )
     return Probe(tensors=[value], directions=[torch.ones_like(value)], factor=0.5)
 
 
@@ -168,18 +170,18 @@ _PLAIN = (Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch
 
 
 def overwritten(error: BaseException) -> bool:
-    """Return whether autograd says that the model changed in place what the backward pass needs."""
+    """Return whether an error of autograd says that the model overwrote tensors that the backward pass needs."""
     return isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
 
 
 class RepeatedCalls:
-    """Calls of modules of which autograd keeps the inputs only: the backward pass repeats each call once.
+    """Calls of modules of which autograd keeps only the inputs: the backward pass repeats each call once.
 
-    A call whose arguments are more than tensors and plain values, such as a cache that it fills, is not repeated. An
-    error of a repeated call ends the block without an error: the call depends on what it changed, or others did.
+    Calls with arguments other than tensors and plain values, such as a cache that they fill, are not repeated. An error
+    of a repeated call ends the block without an error, because the call depends on state that changed.
 
     Attributes:
-        held: whether every repeated call gave what it gave first, bit for bit.
+        held: whether every repeated call gave its first result again, bit for bit.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -217,19 +219,19 @@ class RepeatedCalls:
             self._repeating = bool(first)
             with numbered(self, before) if first and before is not None else nullcontext():
                 result = forward(*args, **keywords)
-            found = [value.detach() if isinstance(value, Tensor) else value for value in leaves(result)]
+            results = [value.detach() if isinstance(value, Tensor) else value for value in leaves(result)]
             if first:
-                self.held = self.held and all(map(_same, first, found)) and len(first) == len(found)
+                self.held = self.held and all(map(_same, first, results)) and len(first) == len(results)
                 self._repeating = False
-            first[:] = found
+            first[:] = results
             return result
 
-        # Otherwise a repeated call would end before its result is there.
+        # Otherwise a repeated call would end before its result exists.
         with set_checkpoint_early_stop(False):
             return checkpoint(run, *args, use_reentrant=False, **keywords)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and (one is other or not isinstance(one, _PLAIN) or bool(one == other))
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return type(first) is type(second) and (first is second or not isinstance(first, _PLAIN) or bool(first == second))

@@ -1,14 +1,12 @@
-"""The groups of an amp proxy: operands that are switched, measured and fall back together.
+"""The groups of an AMP proxy: operands that are switched, measured and fall back together.
 
-The smallest are the groups of the plan (see ``plan/decide_sites.py``). Coarser groups join them by the module of
-their first site: a *block* is a module's path up to its first number (``encoder.layer.3``), a *layer* a direct child
-of a block (``encoder.layer.3.attention``).
+The smallest groups are those of the plan (see ``plan/decide_sites.py``). Coarser groups merge them by the module of
+their first site: a *block* is a module's path up to its first number (``encoder.layer.3``), a *layer* a direct child of
+a block (``encoder.layer.3.attention``). ``watched`` measures the change that each group causes at the outputs of its
+sites, in one float pass.
 
-The change that each group makes at the outputs of its sites, measured in one float pass.
-
-A backward pass asks for a change long after its site was called. Where autograd keeps the operands until then, the
-change and the output are computed from them when they are asked for: held until then, those of the scores of an
-attention [.., S, S], made of operands [.., S, E], were most of the memory of a measure.
+A backward pass needs a change long after its site was called. If autograd keeps the operands until then, the change is
+computed from them on demand: stored changes of attention scores [.., S, S] would need most of the memory.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Group:
         block: the block of its first site.
         parts: the groups of the plan that it consists of.
         members: the site and the quantizer of each operand.
-        activations: how many of the operands are activations.
+        activations: the number of operands that are activations.
         multiply_adds: the multiply-adds of its sites in calibration.
     """
 
@@ -64,13 +62,13 @@ class Group:
         return tuple(dict.fromkeys(site for site, _ in self.members))
 
     def enable(self, on: bool) -> None:
-        """Switch the quantizers of its operands; its sites stay as they are."""
+        """Switch the quantizers of its operands; its sites do not change."""
         for _, quantizer in self.members:
             quantizer.enabled = on
 
     @contextmanager
     def rounding(self) -> Iterator[None]:
-        """Round its operands while the block is open."""
+        """Quantize its operands inside the block."""
         self.enable(True)
         for site in self.sites:
             site.active = True
@@ -83,19 +81,20 @@ class Group:
 
 
 def groups_of(sites: Iterable[Site], plan: Mapping[str, SitePlan], granularity: str) -> list[Group]:
-    """Return the groups of a proxy to which ``plan`` was applied, by their first sites, and switch all of them off."""
+    """Return the groups of a proxy to which ``plan`` was applied, by their first sites, all switched off."""
     if granularity not in GRANULARITIES:
         raise SensitivityError(f"granularity={granularity!r}: expected one of {', '.join(GRANULARITIES)}")
-    found: dict[str, list[tuple[Site, OperandPlan]]] = defaultdict(list)
+    operands_of_group: dict[str, list[tuple[Site, OperandPlan]]] = defaultdict(list)
     for site in sites:
         for operand in plan[site.path].operands:
             if operand.quantized and operand.group is not None:
-                found[operand.group].append((site, operand))
+                operands_of_group[operand.group].append((site, operand))
     merged: dict[str, list[str]] = defaultdict(list)
-    for name, operands in found.items():
+    for name, operands in operands_of_group.items():
         merged[name if granularity == "group" else _place(operands[0][0].host_path, granularity)].append(name)
     groups = [
-        _group(name, parts, [entry for part in parts for entry in found[part]], plan) for name, parts in merged.items()
+        _group(name, parts, [entry for part in parts for entry in operands_of_group[part]], plan)
+        for name, parts in merged.items()
     ]
     for group in groups:
         group.enable(False)
@@ -126,20 +125,19 @@ def _place(path: str, granularity: str) -> str:
 
 
 class Changes(NamedTuple):
-    """The float output of a call of a site, detached, and the change of it by group."""
+    """The float output of a call of a site, detached, and its change by group."""
 
     output: Tensor
     by_group: dict[str, Tensor]
 
 
 class Pending(NamedTuple):
-    """Tensors from which the changes of a call can be computed, and how: ``compute(*tensors)``."""
+    """Changes of a call that are computed on demand, by ``compute(*tensors)``."""
 
     tensors: tuple[Tensor, ...]
     compute: Callable[..., Changes]
 
     def changes(self) -> Changes:
-        """Return the changes."""
         return self.compute(*self.tensors)
 
 
@@ -149,7 +147,7 @@ Visitor = Callable[[Site, Tensor, Pending], Tensor]
 
 @contextmanager
 def watched(groups: Iterable[Group], visit: Visitor, *, later: bool = False) -> Iterator[None]:
-    """Call ``visit`` with every call of the groups' sites while the block is open; the model computes in float."""
+    """Call ``visit`` with every call of the groups' sites inside the block; the model computes in float."""
     quantizers: dict[Site, dict[str, list[OperandQuantizer]]] = defaultdict(lambda: defaultdict(list))
     for group in groups:
         for site, quantizer in group.members:
@@ -161,7 +159,7 @@ def watched(groups: Iterable[Group], visit: Visitor, *, later: bool = False) -> 
             result = function(*args, **keywords)
             pending = _pending(site, by_group, function, args, keywords)
             return visit(site, result, pending) if isinstance(result, Tensor) else result
-        # Before the float call, which may change its operand in place.
+        # Before the float call, because it may change its operand in place.
         rounded = [_rounded(site, members, function, args, keywords) for members in by_group.values()]
         result = function(*args, **keywords)
         if not isinstance(result, Tensor):
@@ -180,7 +178,7 @@ def watched(groups: Iterable[Group], visit: Visitor, *, later: bool = False) -> 
 
 
 def _keeps_operands(site: Site, args: list[Any], keywords: dict[str, Any]) -> bool:
-    """Return whether autograd keeps all operands of a call: a product of tensors that all need gradients."""
+    """Return whether autograd keeps all operands of a call: a multiplication of tensors that all need gradients."""
     if site.source.in_place or site.operation.geometry is None or not torch.is_grad_enabled():
         return False
     indexed = [place for place, operand in enumerate(site.operation.operands) if operand.index is not None]
@@ -203,9 +201,9 @@ def _pending(
     # The backward pass computes the call outside of the model's own autocast blocks.
     autocast = Autocast.now()
 
-    def compute(*given: Tensor) -> Changes:
+    def compute(*current: Tensor) -> Changes:
         filled = others.copy()
-        for place, tensor in zip(places, given, strict=True):
+        for place, tensor in zip(places, current, strict=True):
             filled[place] = tensor
         args, keywords = pytree.tree_unflatten(filled, structure)
         with torch.no_grad(), autocast.restored():
@@ -217,11 +215,11 @@ def _pending(
 
 
 def _change(rounded: Tensor, output: Tensor) -> Tensor:
-    """Return the change of a float output; a score that a mask hides, of -inf or next to it, does not change."""
+    """Return the change of a float output; scores that a mask hides do not change."""
     change = rounded - output
-    seen = is_no_mask(output)
+    no_mask = is_no_mask(output)
     # A difference of two infinite scores is NaN.
-    return change if bool(seen.all()) else change.masked_fill_(~seen, 0.0)
+    return change if bool(no_mask.all()) else change.masked_fill_(~no_mask, 0.0)
 
 
 def _as_changes(names: tuple[str, ...], output: Tensor, *changes: Tensor) -> Changes:

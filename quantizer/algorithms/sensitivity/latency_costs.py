@@ -1,6 +1,7 @@
-"""The time of each group in low precision and in float, in one engine on one machine.
+"""Latency costs: the time of each group in low precision and in float, in one engine on one machine.
 
-The most accurate plan that is fast enough: groups fall back to float while the predicted time allows it.
+``by_speed`` finds the most accurate plan that is fast enough: groups fall back to float while the predicted time allows
+it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _LEAST_GAIN = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLatency:
-    """The time of one group, in microseconds.
+    """The latency of one group, in microseconds.
 
     Attributes:
         group: its name in the plan.
-        low_us: with the group in low precision, conversions that it causes included.
-        float_us: in float.
-        is_table: whether it is a table of an embedding, which is in low precision to take less memory.
+        low_us: with the group in low precision, including the conversions that it causes.
+        float_us: with the group in float.
+        is_table: whether it is an embedding table, which is quantized to save memory.
     """
 
     group: str
@@ -37,20 +38,20 @@ class GroupLatency:
 
     @property
     def gain_us(self) -> float:
-        """Microseconds that low precision wins; below 0 it loses."""
+        """The microseconds that low precision saves; negative if it is slower."""
         return self.float_us - self.low_us
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatencyCosts:
-    """The times of all groups of a plan in the engines of one backend.
+    """The latency costs of all groups of a plan in the engines of one backend.
 
     Attributes:
         groups: one entry for each group of the plan, by name.
-        low_us: the time of the engine with all groups in low precision.
-        float_us: the time of the engine of the float model.
-        where: the backend, the shape and how the times were found, in words.
-        least_loss_us: a group counts as slower from such a loss on; what is less may be noise.
+        low_us: the latency of the engine with all groups in low precision, in microseconds.
+        float_us: the latency of the engine of the float model, in microseconds.
+        where: the backend, the shape and how the times were measured, in words.
+        least_loss_us: the loss from which a group counts as slower; smaller losses may be noise.
     """
 
     groups: Mapping[str, GroupLatency]
@@ -61,12 +62,12 @@ class LatencyCosts:
 
     def __repr__(self) -> str:
         times = f"{self.low_us / 1000:.2f} ms in low precision, {self.float_us / 1000:.2f} ms in float"
-        return f"Prices({len(self.groups)} groups, {times}, {self.where})"
+        return f"LatencyCosts({len(self.groups)} groups, {times}, {self.where})"
 
     def time_us(self, back: Collection[str]) -> float:
-        """Return the time that is predicted with these groups in float.
+        """Return the predicted latency in microseconds with the groups ``back`` in float.
 
-        The gains of groups are added; a conversion between two groups counts for one of them.
+        Gains of groups are added; a conversion between two groups counts for one of them.
         """
         if strange := [group for group in back if group not in self.groups]:
             raise SensitivityError(
@@ -75,11 +76,11 @@ class LatencyCosts:
         return self.low_us + sum(self.groups[group].gain_us for group in set(back))
 
     def speedup(self, back: Collection[str]) -> float:
-        """Return how many times as fast as the float engine the plan is that has these groups in float."""
+        """Return the predicted speedup over the float engine with the groups ``back`` in float."""
         return self.float_us / self.time_us(back)
 
     def slower(self) -> dict[str, str]:
-        """Return the groups that low precision makes slower, by more than noise, with the reason in words."""
+        """Return the groups that low precision makes slower, by more than noise, with the reason."""
         return {
             name: ReasonCode.SLOWER.text(low=f"{latency.low_us:.0f}", float=f"{latency.float_us:.0f}", where=self.where)
             for name, latency in self.groups.items()
@@ -87,13 +88,13 @@ class LatencyCosts:
         }
 
     def gains(self, parts: Mapping[str, Collection[str]]) -> dict[str, float]:
-        """Return what low precision wins in microseconds, by name, and a tenth of the mean for what wins less.
+        """Return the microseconds that low precision saves, by name, at least a tenth of the mean.
 
-        Gains near 0 are noise. Errors divided by them would put groups first that hardly cost accuracy.
+        Gains near 0 are noise: divided by them, errors would rank groups first that hardly affect accuracy.
         """
-        found = {name: max(sum(self.groups[part].gain_us for part in groups), 0.0) for name, groups in parts.items()}
-        least = _LEAST_GAIN * sum(found.values()) / max(len(found), 1)
-        return {name: max(gain, least) for name, gain in found.items()}
+        saved = {name: max(sum(self.groups[part].gain_us for part in groups), 0.0) for name, groups in parts.items()}
+        least = _LEAST_GAIN * sum(saved.values()) / max(len(saved), 1)
+        return {name: max(gain, least) for name, gain in saved.items()}
 
 
 def latency_costs_from_layers(
@@ -106,19 +107,19 @@ def latency_costs_from_layers(
     float_us: float,
     where: str,
 ) -> LatencyCosts:
-    """Return the latency costs of a plan's groups from the times of places in two engines.
+    """Return the latency costs of a plan's groups from the times of layers in two engines.
 
-    Layers are timed one by one, which takes longer than the engine does: each engine's times are scaled to its own
-    latency. A place that several groups share is split by their multiply-adds. What neither engine spends in a place of
-    a group cancels out of predictions, as far as it is the same in both.
+    Timing layers one by one takes longer than running the engine, so each engine's times are scaled to its own latency.
+    A layer that several groups share is split by their multiply-adds. Time outside of the groups' layers cancels out of
+    predictions if it is equal in both engines.
 
     Args:
         plan: the plan, with all groups quantized.
-        hosts: the place of each site of the plan.
-        low: the time of each place in the engine of the plan.
-        plain: the same in the engine of the float model.
+        hosts: the layer of each site of the plan.
+        low: the time of each layer in the engine of the plan.
+        plain: the time of each layer in the engine of the float model.
         low_us: the latency of the engine of the plan, in microseconds.
-        float_us: that of the engine of the float model.
+        float_us: the latency of the engine of the float model, in microseconds.
         where: the backend and the shape, in words.
     """
     shares = _shares(plan, hosts)
@@ -130,23 +131,23 @@ def latency_costs_from_layers(
             times[group][1] += share * plain.get(place, 0.0)
     computed = {operand.group for site in plan.values() if site.kind != "embedding" for operand in site.operands}
     measured = {
-        group: GroupLatency(group=group, low_us=taken[0], float_us=taken[1], is_table=group not in computed)
-        for group, taken in times.items()
+        group: GroupLatency(group=group, low_us=both[0], float_us=both[1], is_table=group not in computed)
+        for group, both in times.items()
     }
     return LatencyCosts(groups=measured, low_us=low_us, float_us=float_us, where=where)
 
 
-def _scaled(times: Mapping[str, float], whole: float) -> dict[str, float]:
+def _scaled(times: Mapping[str, float], latency: float) -> dict[str, float]:
     total = sum(times.values())
-    return {place: time * whole / total for place, time in times.items()} if total else {}
+    return {place: time * latency / total for place, time in times.items()} if total else {}
 
 
 def _shares(plan: Plan, hosts: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Return the groups of each place, with the share of the place's work that is theirs; shares add up to 1."""
+    """Return the groups of each layer, with their share of its work; shares add up to 1."""
     work: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for site in plan.values():
-        found = (operand.group for operand in site.operands if operand.quantized and operand.group is not None)
-        groups = dict.fromkeys(found)
+        names = (operand.group for operand in site.operands if operand.quantized and operand.group is not None)
+        groups = dict.fromkeys(names)
         for group in groups:
             # A residual add multiplies nothing, and still takes time where it is alone.
             work[hosts[site.name]][group] += max(site.multiply_adds, 1) / len(groups)
@@ -161,8 +162,8 @@ class PlanPoint:
     """A plan between everything in low precision and everything in float.
 
     Attributes:
-        back: how many groups are float.
-        time_us: its predicted time, in microseconds.
+        back: the number of groups in float.
+        time_us: its predicted latency, in microseconds.
         error: the sum of the errors of the groups that stay quantized.
     """
 
@@ -172,39 +173,41 @@ class PlanPoint:
 
 
 def frontier(ranking: Sequence[GroupSensitivity], latency_costs: LatencyCosts) -> tuple[PlanPoint, ...]:
-    """Return the plans that put one group more back at a time, highest error per microsecond first.
+    """Return the plans that keep one more group in float at a time, highest error per microsecond first.
 
-    Errors of groups add up in the measures ``gradient`` and ``local``, and do so closely in the others.
+    Errors of groups add up in the measures ``gradient`` and ``local``, and approximately in the others.
     """
     ordered = [entry for entry, _ in per_cost(ranking, _costs(ranking, latency_costs))]
-    back: list[str] = []
-    rest = sum(entry.error for entry in ordered)
-    points = [PlanPoint(back=0, time_us=latency_costs.time_us(()), error=rest)]
+    in_float: list[str] = []
+    error_left = sum(entry.error for entry in ordered)
+    points = [PlanPoint(back=0, time_us=latency_costs.time_us(()), error=error_left)]
     for entry in ordered:
-        back += entry.parts
-        rest -= entry.error
-        points.append(PlanPoint(back=len(back), time_us=latency_costs.time_us(back), error=max(rest, 0.0)))
+        in_float += entry.parts
+        error_left -= entry.error
+        points.append(
+            PlanPoint(back=len(in_float), time_us=latency_costs.time_us(in_float), error=max(error_left, 0.0))
+        )
     return tuple(points)
 
 
 def by_speed(ranking: Sequence[GroupSensitivity], latency_costs: LatencyCosts, min_speedup: float) -> Fallback:
-    """Return the fallback with the least error among those that it finds at least ``min_speedup`` times as fast.
+    """Return the fallback with the least error among those found with a speedup of at least ``min_speedup``.
 
-    The groups of ``latency_costs.slower()`` are float already. The others go back by their error per microsecond,
-    each if the time allows it. If everything in low precision is too slow, the result is the fastest plan, and its
-    ``met`` is False.
+    The groups of ``latency_costs.slower()`` are float already. The others fall back by their error per microsecond, if
+    the time allows it. If everything in low precision is too slow, the result is the fastest plan, and its ``met`` is
+    False.
     """
     if isinstance(min_speedup, bool) or not isinstance(min_speedup, int | float) or not 0 < min_speedup < math.inf:
         raise SensitivityError(f"min_speedup={min_speedup!r}: expected a number above 0, such as 2.0")
     allowed = latency_costs.float_us / min_speedup
     chosen: list[GroupSensitivity] = []
-    back = list(latency_costs.slower())
+    in_float = list(latency_costs.slower())
     for entry, _ in per_cost(ranking, _costs(ranking, latency_costs)):
-        if latency_costs.time_us([*back, *entry.parts]) <= allowed:
+        if latency_costs.time_us([*in_float, *entry.parts]) <= allowed:
             chosen.append(entry)
-            back += entry.parts
-    made = fallback_of(sorted(chosen, key=lambda entry: entry.rank), f"min_speedup={min_speedup:g}")
-    return replace(made, min_speedup=float(min_speedup), speedup=latency_costs.speedup(back))
+            in_float += entry.parts
+    fallback = fallback_of(sorted(chosen, key=lambda entry: entry.rank), f"min_speedup={min_speedup:g}")
+    return replace(fallback, min_speedup=float(min_speedup), speedup=latency_costs.speedup(in_float))
 
 
 def _costs(ranking: Sequence[GroupSensitivity], latency_costs: LatencyCosts) -> dict[str, float]:

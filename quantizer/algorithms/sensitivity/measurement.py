@@ -1,7 +1,7 @@
-"""The error of each group, measured whenever the amp proxy is called and averaged over batches.
+"""Measure the error of each group whenever the AMP proxy is called, averaged over batches.
 
 A measure is a function of the proxy, its groups and one batch; only ``metric`` needs no batch. All errors are relative,
-so that neither the order nor the size of batches matters.
+so neither the order nor the size of batches matters.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _OF_A_BATCH: dict[str, _Measure] = {"gradient": gradient, "local": local, "outpu
 
 
 class Measurement:
-    """A measure that runs whenever the user runs an amp proxy, and the sums of its errors.
+    """A measure that runs whenever the user calls an AMP proxy, and the sums of its errors.
 
     Attributes:
-        batches: how many batches this process has measured.
+        batches: the number of batches that this process measured.
         groups: the groups that are measured.
     """
 
@@ -53,10 +53,10 @@ class Measurement:
         if measure not in MEASURES:
             raise SensitivityError(f"measure={measure!r}: expected one of {', '.join(MEASURES)}")
         if (metric is not None) != (measure == "metric"):
-            given = "without" if metric is None else "takes no"
-            raise SensitivityError(f"measure={measure!r} {given} metric: measure='metric' and metric= belong together")
+            takes = "needs" if metric is None else "does not take"
+            raise SensitivityError(f"measure={measure!r} {takes} metric=; use measure='metric' and metric= together")
         if loss is not None and measure != "gradient":
-            raise SensitivityError(f"measure={measure!r} takes no loss: only measure='gradient' does")
+            raise SensitivityError(f"measure={measure!r} does not take loss=; only measure='gradient' does")
         self.batches = 0
         self.groups = tuple(groups)
         self.measure = measure
@@ -73,14 +73,14 @@ class Measurement:
             called_through(proxy, self._call)
 
     def ranking(self) -> list[GroupSensitivity]:
-        """Return all groups, highest error first; of several processes all must call it."""
+        """Return all groups, highest error first; all processes must call this."""
         if self._metric is not None and not self._errors:
             self._errors.update({name: [drop] for name, drop in self._by_metric(self._metric).items()})
             self.batches = 1
         names = [group.name for group in self.groups]
         batches, measured = self._everywhere(names)
         if batches == 0:
-            raise SensitivityError("nothing was measured yet: run the proxy that amp() returned on data first")
+            raise SensitivityError("nothing was measured yet; run data through the proxy that amp() returned")
         errors = {name: _mean(of_group, batches) for name, of_group in measured.items()}
         # Equal errors are ordered by name, so that the same data gives the same ranking.
         ordered = sorted(self.groups, key=lambda group: (-errors[group.name], group.name))
@@ -102,13 +102,13 @@ class Measurement:
         ]
 
     def batches_of_all(self) -> int:
-        """Return how many batches all processes have measured; all must call it."""
+        """Return how many batches all processes measured; all processes must call this."""
         return self._everywhere([group.name for group in self.groups])[0]
 
     def _everywhere(self, names: Sequence[str]) -> tuple[int, dict[str, list[float]]]:
-        """Return the number of batches of all processes, and the error of each, by group."""
+        """Return the number of batches of all processes, and the errors of each group."""
         if self._gathered is not None and get_world_size() == 1 and self._gathered[0] == self.batches:
-            # One process goes on alone with what all of them measured.
+            # One process continues alone with the errors of all processes.
             return self._gathered[1:]
         (batches,) = map(int, all_reduce_sum([self.batches]))
         mine = np.array([self._errors[name] for name in names], dtype=np.float64)
@@ -123,11 +123,11 @@ class Measurement:
         if self._lock.locked() and self._thread == threading.get_ident():
             # The proxy calls itself: only the outer call measures.
             return run()
-        # While it measures, sites round: a pass of another thread must wait.
+        # Sites are quantized during the measurement, so passes of other threads must wait.
         with self._lock:
             self._thread, self._inputs = threading.get_ident(), None
-            before = SavedState(proxy)
-            # Copies, as the model may write into its inputs.
+            before = Held(proxy)
+            # Copies, because the model may write into its inputs.
             result = on_own_tensors(run)()
             if self._inputs is not None:
                 after = SavedState(proxy)
@@ -146,9 +146,9 @@ class Measurement:
 
     def _measure(self, proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> None:
         if proxy.training:
-            raise SensitivityError("the proxy is in train mode, where dropout hides the errors; call .eval() first")
-        # Tensors that are made in the user's inference mode have no gradients. Some layers compute otherwise when
-        # gradients are recorded: all passes here do as the pass of the result did, whatever the measure records.
+            raise SensitivityError("the proxy is in train mode, so dropout would hide the errors; call .eval() first")
+        # Tensors from the user's inference mode have no gradients. Some layers compute differently when gradients are
+        # recorded; all passes here compute as the pass of the result did, whatever the measure records.
         with as_recorded(proxy, torch.is_grad_enabled()), torch.inference_mode(False):
             args, keywords = mapped(_ordinary, (args, keywords))
             if _has_hooks_of_others(proxy):
@@ -162,14 +162,16 @@ class Measurement:
                 errors |= output(proxy, unreached, args, keywords, result)
         wrong = [name for name, error in errors.items() if not math.isfinite(error)]
         if wrong:
-            raise SensitivityError(f"the cost of {wrong[0]} on this batch is not finite: the output has NaN or inf")
-        # Nothing is added before the whole batch is measured: an interrupted one does not count.
+            raise SensitivityError(
+                f"the error of {wrong[0]} on this batch is not finite, because the output has NaN or inf"
+            )
+        # Errors are added after the complete batch is measured, so an interrupted one does not count.
         for name, error in errors.items():
             self._errors[name].append(error)
         self.batches += 1
 
     def _by_metric(self, metric: Metric) -> dict[str, float]:
-        """Return how much worse the metric is with one group rounded at a time, by group."""
+        """Return how much worse the metric is with one quantized group at a time, by group."""
         with unmoved(self._proxy):
             float_score = metric.score(self._proxy, "the float model")
         drops = {}
@@ -181,10 +183,10 @@ class Measurement:
 
 
 def _mean(errors: Sequence[float], batches: int) -> float:
-    """Return the mean error of a group: one process and several get the same, in whatever order they measured.
+    """Return the mean error of a group, with equal bits for one and for several processes.
 
-    Processes that took one score together have it once each, and the sum of three divided by three may be another
-    number. Otherwise the sum is exact and rounded once.
+    Processes that compute one score together each have it once, and their sum divided by their number may be rounded.
+    Otherwise the sum is exact and rounded once.
     """
     if len(errors) == batches and len(set(errors)) == 1:
         return errors[0]
@@ -192,7 +194,7 @@ def _mean(errors: Sequence[float], batches: int) -> float:
 
 
 def _has_hooks_of_others(proxy: nn.Module) -> bool:
-    """Return whether the user has hooked the whole model, whose inputs and output they may change."""
+    """Return whether the user added hooks to the model that may change its inputs or output."""
     hooks = (*proxy._forward_pre_hooks.values(), *proxy._forward_hooks.values())
     return not all(isinstance(hook, LocalHook) for hook in hooks)
 

@@ -1,23 +1,19 @@
-"""The user's metric: a function of a model that gives its score, and what that depends on.
+"""The user's metric, and the measures ``output`` and ``local``.
 
-The divergence of a model's output from its float output.
+``Metric`` is a function from a model to its score. ``Divergence`` compares a model's output with its float output:
 
 Legend: y the float output, z another output, p and q the softmax of logits y and z, [.., C].
 
 - Logits: the Kullback-Leibler divergence, the mean over positions of sum p (log p - log q).
 - Any other output: the inverse of the SQNR, |z - y|^2 / |y|^2, over all floating tensors of the output together.
 
-Both are relative, so that batches can be averaged. If an ``attention_mask`` [B, S] certainly marks padding, the padded
-positions of outputs [B, S, ..] do not count: nobody reads them, and on short texts they can be most of the output.
+Both are relative, so batches can be averaged. If an ``attention_mask`` [B, S] certainly marks padding, padded positions
+of outputs [B, S, ..] do not count: on short texts they can be most of the output.
 
-The measure ``output``: the divergence of the model's output with one group rounded at a time.
-
-It is exact on these batches. It costs a pass for each group, of which the part before the group is not computed again.
-
-The measure ``local``: the relative error at the outputs of a group's sites, by two to three float passes in all.
-
-Legend: y a site's float output, d its change if the group is rounded. The error is |d|^2 / |y|^2, the mean over the
-calls of the group's sites. The effect on the rest of the network does not count.
+``output`` is the divergence with one quantized group at a time. It is exact on these batches and costs a pass for each
+group, without the part before the group. ``local`` is the relative error |d|^2 / |y|^2 at the outputs of a group's
+sites, the mean over calls, where y is a site's float output and d its change. It takes two to three float passes in
+total and ignores the effect on the rest of the network.
 """
 
 from __future__ import annotations
@@ -55,12 +51,12 @@ from quantizer.utils.fingerprint import Fingerprint
 from quantizer.utils.progress import counted
 
 Score = Callable[[nn.Module], float]
-"""A function of a model, called like the user's own, that gives one number."""
+"""A function from a model, called like the user's own, to a number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """A score, and the direction that is better."""
+    """A score, and whether higher is better."""
 
     function: Score
     higher_is_better: bool = True
@@ -75,11 +71,11 @@ class Metric:
         except Exception as error:
             raise SensitivityError(f"the metric raised {type(error).__name__} for {which}: {error}") from error
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        # NumPy's scalars are numbers to Python as well.
+        # NumPy scalars are also numbers.
         if isinstance(number, bool | Tensor) or not hasattr(number, "__float__"):
-            raise SensitivityError(f"the metric gave {type(value).__name__} for {which}; expected one number")
+            raise SensitivityError(f"the metric returned {type(value).__name__} for {which}; expected one number")
         if not math.isfinite(number):
-            raise SensitivityError(f"the metric gave {float(number)} for {which}; expected a finite number")
+            raise SensitivityError(f"the metric returned {float(number)} for {which}; expected a finite number")
         return float(number)
 
     def drop(self, float_score: float, score: float) -> float:
@@ -88,9 +84,9 @@ class Metric:
 
 
 def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object], weights: Fingerprint) -> str:
-    """Return a checksum of what a plan computes and of its groups, of the weights and of the metric's code.
+    """Return a checksum of a plan and its groups, of the weights and of the metric's code.
 
-    The data that a metric reads is not part of it: another data set needs another folder, unless the metric names its
+    The data that a metric reads is not included: another data set needs another folder, unless the metric names its
     data in an attribute ``reads`` (a text).
     """
     groups = [str(operand.group) for site in plan.values() for operand in site.operands]
@@ -116,13 +112,15 @@ def _of_code(code: CodeType) -> list[str]:
 
 
 _AT_ONCE = 2**20
-"""So many logits are compared at once."""
+"""The number of logits that are compared at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Probe:
-    """Random directions at an output: for a small change d of ``tensors``, the divergence is the expectation of
-    ``factor`` (directions . d)^2."""
+    """Random directions at an output.
+
+    For a small change d of ``tensors``, the divergence is the expectation of ``factor`` (directions . d)^2.
+    """
 
     tensors: list[Tensor]
     directions: list[Tensor]
@@ -133,8 +131,8 @@ class Divergence:
     """The float output of one batch, with which other outputs of the same batch are compared.
 
     Args:
-        reference: the float output, of whatever structure.
-        mask: which tokens are real, [B, S]; None: all.
+        reference: the float output, of any structure.
+        mask: the real tokens, [B, S]; None: all are real.
     """
 
     def __init__(self, reference: Any, mask: Tensor | None) -> None:
@@ -144,7 +142,9 @@ class Divergence:
         self._y = flat_output(reference, mask) if logits is None else None
         self._power = 1.0 if self._y is None else float(self._y.square().sum())
         if self._power == 0:
-            raise SensitivityError("the model's output is all zeros on this batch: no relative error can be taken")
+            raise SensitivityError(
+                "the model's output is all zeros on this batch, so no relative error exists; use other data"
+            )
 
     def of(self, output: Any) -> float:
         """Return the divergence of another output of the same batch; 0 if the two are equal."""
@@ -157,7 +157,7 @@ class Divergence:
         return float(torch.cat([_of_rows(log_p, part) for log_p, part in pairs]).mean())
 
     def probe(self, output: Any) -> Probe:
-        """Return random directions for an output that can be differentiated; the same for the same shapes.
+        """Return random directions for a differentiable output; equal for equal shapes.
 
         For logits their covariance is H = diag(p) - p p^T, the Hessian of the Kullback-Leibler divergence, which to
         second order is d^T H d / 2. For any other output they are normal.
@@ -175,14 +175,14 @@ class Divergence:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Return the ``logits`` of an output, [.., C] of two classes or more; None if there are none."""
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    usable = isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 1 and found.shape[-1] > 1
-    return found if usable else None
+    """Return the ``logits`` of an output, [.., C] with two or more classes; None if there are none."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    usable = isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim() > 1 and logits.shape[-1] > 1
+    return logits if usable else None
 
 
 def _parts(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the rows [N, C] in parts that stay in a processor's cache, as those of a decoder are 200 MB a batch."""
+    """Return the rows [N, C] in parts that fit into a processor's cache; a decoder's are 200 MB per batch."""
     rows = _rows(logits.detach(), mask)
     return torch.split(rows, max(1, _AT_ONCE // rows.shape[-1]))
 
@@ -194,7 +194,7 @@ def _log_softmax(rows: Tensor) -> Tensor:
 def _of_rows(log_p: Tensor, logits: Tensor) -> Tensor:
     """Return the divergence of each row."""
     log_q, p = _log_softmax(logits), log_p.exp()
-    # A logit of -inf in one output is -inf in the other too, and -inf - -inf is NaN.
+    # A logit of -inf in one output is also -inf in the other, and -inf - -inf is NaN.
     return torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)
 
 
@@ -210,7 +210,7 @@ def _zero_padding(value: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _normal(like: Tensor) -> Tensor:
-    """Return normal numbers, the same at each call: the order of batches must not change the result."""
+    """Return normal numbers, equal at each call, so that the order of batches does not change the result."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator).to(like)
 

@@ -1,6 +1,6 @@
-"""The stage behind ``Quantizer.amp`` and ``Quantizer.fallback``: a proxy that measures, and the groups chosen by it.
+"""The implementation of ``Quantizer.amp`` and ``Quantizer.fallback``: a measuring proxy, and the choice of groups.
 
-The ranking of groups and layers, as results that show themselves.
+The rankings of groups and layers are results that display themselves.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ Costs = str | Mapping[str, float] | None
 
 
 class SensitivitySession:
-    """The amp proxy of a plan, which measures the plan's groups and chooses among them.
+    """The AMP proxy of a plan, which measures the plan's groups, and the choice among them.
 
     Attributes:
-        proxy: the amp proxy, which returns float outputs and measures.
+        proxy: the AMP proxy, which returns float outputs and measures.
         measured_plan: the plan of calibration.
     """
 
@@ -73,17 +73,17 @@ class SensitivitySession:
             model: the model.
             plan: the plan of calibration.
             measure, granularity, loss, metric: as in ``Quantizer.amp``.
-            alone: the plan with biases corrected for one group quantized alone, as groups are measured; None: ``plan``.
-            tries: returns, for one search, a function from groups to the plan that is frozen with these in float; None:
-                ``plan`` without these.
-        """
+            alone: the plan with biases corrected for one quantized group at a time, as groups are measured; None:
+                ``plan``.
+            tries: returns, for one search, a function from the groups in float to the plan to freeze; None: ``plan``
+                without these groups."""
         alone = plan if alone is None else alone
         self.proxy = build_proxy(model, eager_attention=True).eval()
         OwnBuffers(self.proxy, model)
         with_passes(self.proxy, alone)
         apply_plan(self.proxy, alone)
         store_weights(self.proxy, alone)
-        # The proxy shares the model's float weights, but its codes are of the weights as they are now.
+        # The proxy shares the model's float weights, but its integers belong to the current weights.
         watch(self.proxy, "amp", lambda parameter: True)
         self._model = model
         self.measured_plan = plan
@@ -100,12 +100,12 @@ class SensitivitySession:
 
     @property
     def by_output(self) -> list[GroupSensitivity]:
-        """The groups by what each does to the model's output, highest first; empty: that was not measured.
+        """The groups by their effect on the model's output, highest first; empty if it was not measured.
 
-        Of several processes all must ask.
+        All processes must read it.
         """
-        told = self.measure in ("gradient", "output") and self._measurement.batches_of_all()
-        return self.ranking() if told else []
+        measured = self.measure in ("gradient", "output") and self._measurement.batches_of_all()
+        return self.ranking() if measured else []
 
     def ranking(self) -> list[GroupSensitivity]:
         """Return all groups, highest error first."""
@@ -127,32 +127,32 @@ class SensitivitySession:
         tell: Tell | None,
     ) -> Fallback:
         """Return the groups that fall back to float; arguments as in ``Quantizer.fallback``."""
-        _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop, min_speedup=min_speedup)
+        _require_one(num=num, ratio=ratio, names=names, max_drop=max_drop, min_speedup=min_speedup)
         slower = {} if latency_costs is None else latency_costs.slower()
         if names is not None:
             return replace(by_name(operands_of(self.measured_plan), names), slower=slower)
         ranking = [entry for entry in self.ranking() if not slower.keys() >= set(entry.parts)]
         if latency_costs is not None and isinstance(costs, Mapping):
-            raise SensitivityError("fallback() takes costs= or latency_costs=, which hold the costs of the same groups")
+            raise SensitivityError("fallback() takes costs= or latency_costs=, not both")
         if min_speedup is not None:
             if latency_costs is None:
                 raise SensitivityError(
-                    "fallback(min_speedup=...) needs latency_costs=: the measured times of the groups"
+                    "fallback(min_speedup=...) needs latency_costs=, the measured times of the groups"
                 )
             return replace(by_speed(ranking, latency_costs, min_speedup), slower=slower)
         if max_drop is None:
-            # The ranking that was shown; times order it only for what is asked for in score or time.
+            # The displayed ranking; latency costs reorder it only for max_drop and min_speedup.
             chosen = by_rank([entry for entry, _ in per_cost(ranking, costs)], num=num, ratio=ratio)
             return replace(chosen, slower=slower)
         if metric is None:
             raise SensitivityError(
-                "fallback(max_drop=...) needs metric=: a function that takes a model and gives a score"
+                "fallback(max_drop=...) needs metric=, a function that takes a model and returns a score"
             )
         if latency_costs is not None and costs is None:
             costs = latency_costs.gains({entry.group: entry.parts for entry in ranking})
         candidates = per_cost(ranking, costs)
-        found = self._searched(candidates, slower, max_drop, metric, max_evaluations, cache, tell)
-        return replace(found, slower=slower)
+        searched = self._searched(candidates, slower, max_drop, metric, max_evaluations, cache, tell)
+        return replace(searched, slower=slower)
 
     def _searched(
         self,
@@ -164,11 +164,11 @@ class SensitivitySession:
         cache: str | os.PathLike[str] | None,
         tell: Tell | None,
     ) -> Fallback:
-        """Return what a search finds with the groups of ``slower`` in float anyway."""
-        taken = self._scores(metric, cache)
+        """Return the result of a search with the groups of ``slower`` always in float."""
+        score_of = self._scores(metric, cache)
 
         def score(groups: tuple[str, ...] | None) -> float:
-            return taken(None if groups is None else (*groups, *slower))
+            return score_of(None if groups is None else (*groups, *slower))
 
         return search(
             candidates,
@@ -183,7 +183,7 @@ class SensitivitySession:
     def _scores(
         self, metric: Metric, cache: str | os.PathLike[str] | None
     ) -> Callable[[tuple[str, ...] | None], float]:
-        """Return a function that gives the score with these groups float (None: of the float model), measured once."""
+        """Return a cached function from the groups in float (None: all) to the score."""
         search = fingerprint(self.measured_plan, metric.function, Fingerprint.of(self._model))
         scores = Store(cache if get_rank() == 0 else None, SensitivityError).under(search)
         tries, planned = FrozenTries(self._model), self._begin()
@@ -191,36 +191,36 @@ class SensitivitySession:
         def score(groups: tuple[str, ...] | None) -> float:
             def take() -> float:
                 if groups is None:
-                    # A copy in eval mode: in train mode the user's model would apply dropout and update its statistics.
+                    # A copy in eval mode: in train mode the user's model would apply dropout and update statistics.
                     proxy = build_proxy(self._model, eager_attention=False).eval()
                     OwnBuffers(proxy, self._model)
                     return metric.score(proxy, "the float model")
                 plan = planned(dict.fromkeys(groups, "kept in float"))
                 return metric.score(tries.of(plan), f"the model with {len(groups)} groups kept in float")
 
-            # One process reads the folder and tells the others: all of them take a score, or none.
+            # One process reads the folder for all, so either all processes compute a score or none.
             key = [groups is None, *sorted(groups or ())]
-            known = _told(scores.find(key))
+            known = _of_first_process(scores.find(key))
             if known is None:
-                known = _told(scores.get(key, take))
+                known = _of_first_process(scores.get(key, take))
             assert known is not None
             return known
 
         return score
 
 
-def _one_of(**given: object) -> None:
+def _require_one(**arguments: object) -> None:
     """Raise unless exactly one of the arguments is given."""
-    names = [name for name, value in given.items() if value is not None]
+    names = [name for name, value in arguments.items() if value is not None]
     if len(names) != 1:
-        shown = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise SensitivityError(f"fallback() takes one of {', '.join(given)}; got {shown}")
+        shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        raise SensitivityError(f"fallback() takes one of {', '.join(arguments)}; got {shown}")
 
 
-def _told(score: float | None) -> float | None:
-    """Return the score of the first process, so that all processes decide alike; None if it has none."""
-    told = all_gather_bytes(b"" if score is None else score.hex().encode())[0].decode()
-    return float.fromhex(told) if told else None
+def _of_first_process(score: float | None) -> float | None:
+    """Return the score of the first process on all processes; None if it has none."""
+    received = all_gather_bytes(b"" if score is None else score.hex().encode())[0].decode()
+    return float.fromhex(received) if received else None
 
 
 class Search(Rows[Evaluation]):
@@ -242,22 +242,26 @@ class Search(Rows[Evaluation]):
 
 
 class Sensitivity(Rows[GroupSensitivity]):
-    """The groups, ranked by the error of quantizing one group alone; those in float are marked."""
+    """The groups, ranked by the error of quantizing one group alone; groups in float are marked."""
 
     look = "sensitivity"
 
     def __init__(self, ranking: Sequence[GroupSensitivity], fallback: Fallback | None, measure: str) -> None:
-        back = set(fallback.reasons()) if fallback is not None else set()
-        super().__init__([replace(entry, fallback=back.issuperset(entry.parts or (entry.group,))) for entry in ranking])
+        in_float = set(fallback.reasons()) if fallback is not None else set()
+        super().__init__(
+            [replace(entry, fallback=in_float.issuperset(entry.parts or (entry.group,))) for entry in ranking]
+        )
         self.measure = measure
         self._fallback = fallback
 
     @property
     def search(self) -> Search:
-        """The scores that ``fallback(max_drop=...)`` measured: a table, in a notebook with a picture."""
+        """The scores that ``fallback(max_drop=...)`` measured, as a table, with a picture in a notebook."""
         if self._fallback is None or not self._fallback.evaluations:
-            asked = "nothing falls back" if self._fallback is None else f"fallback({self._fallback.asked}) takes none"
-            raise SensitivityError(f"there are no scores of a search: {asked}; fallback(amp, max_drop=...) searches")
+            reason = (
+                "nothing falls back" if self._fallback is None else f"fallback({self._fallback.asked}) does not search"
+            )
+            raise SensitivityError(f"no search was run: {reason}; call fallback(amp, max_drop=...)")
         return Search(self._fallback)
 
     def plot(self, limit: int = 30) -> Picture:
@@ -274,7 +278,7 @@ class Sensitivity(Rows[GroupSensitivity]):
 
 
 class PutBack(Rows[GroupRow]):
-    """The groups, with the error that each would give back as float, and the time that it would cost."""
+    """The groups with the error that keeping each in float removes, and the latency that it costs."""
 
     look = "groups"
 
@@ -287,9 +291,9 @@ class Layers(Rows[LayerRow]):
     """One line for each layer that ran: its formats, range, SQNR, sensitivity, share of the work, and times.
 
     Attributes:
-        put_back: what it would give and cost to put each group back; empty if neither is known.
+        put_back: the gain and the latency cost of keeping each group in float; empty if neither is known.
         measure: the measure of the errors; None: none were measured.
-        where: where the times were measured; None: they were not.
+        where: where the times were measured; None: they were not measured.
     """
 
     look = "layers"
