@@ -78,7 +78,6 @@ def proxied(settings: Settings, module: nn.Module, source: nn.Module | None = No
 
 
 def proxied_copy(settings: Settings, model: nn.Module) -> Proxied:
-    """Return a new proxy of a float model, in eval mode and with eager attention."""
     return proxied(settings, build_proxy(model, eager_attention=True).eval(), model)
 
 
@@ -186,7 +185,7 @@ def with_all_batches(work: Work) -> Iterator[None]:
 
 
 def progress(plan: Plan, work: Work) -> RoundingProgress:
-    """Return the weights that are already rounded; additions survive an interrupt."""
+    """Return the finished part of the rounding of weights; additions survive an interrupt."""
     key, known = _key(plan, work), work.observed.rounding
     if known is None or known.key != key:
         known = work.observed.rounding = RoundingProgress(key=key)
@@ -194,14 +193,12 @@ def progress(plan: Plan, work: Work) -> RoundingProgress:
 
 
 def record(observation: Seen, chosen: Mapping[str, RoundedWeight]) -> None:
-    """Set ``rounded`` of the records of weights, by ``SITE.OPERAND``."""
     for name, rounded in chosen.items():
         path, _, operand = name.rpartition(".")
         observation.records[path].operands[operand].rounded = rounded
 
 
 def nearest(why: str) -> RoundedWeight:
-    """Return rounding to nearest, with the reason."""
     return RoundedWeight(codes=None, text=f"rounded to nearest: {why}")
 
 

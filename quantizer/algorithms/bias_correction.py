@@ -156,7 +156,7 @@ class BiasCorrection:
         return self._in_float[name]
 
     def _alone(self, plan: Plan, sites: Sequence[Site], batch: Batch, errors: _Errors) -> _Errors:
-        """Return the errors so far plus those of this batch, of each site with float operands before it."""
+        """Return the errors so far plus the errors of each site in this batch, with float operands before it."""
         sums, mask = dict(errors), padding_mask(batch[1], batch[0])
 
         def judge(site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
@@ -196,7 +196,6 @@ class _Sum:
         return (self.error / self.weight).to(dtype).float()
 
     def added_to(self, known: _Sum | None) -> _Sum:
-        """Return the sums including ``known``, those of other batches."""
         return self if known is None else _Sum(known.error + self.error, known.weight + self.weight)
 
 
@@ -239,7 +238,6 @@ def _key(path: str, call: int | None, calls: int) -> str:
 
 
 def _may_have_shift(site: Site, entry: SitePlan) -> bool:
-    """Return whether a site is a quantized layer with a weight and an argument for a bias."""
     # A weight as the left operand of a MatMul has its channels along another axis than a bias.
     weighted = any(operand.role == "weight" and operand.name != "lhs" for operand in entry.operands)
     return entry.quantized and weighted and site.operation.bias is not None and not site.source.in_place
@@ -264,7 +262,6 @@ class _FloatPass:
         run(proxy.module, batch, self._note, sites)
 
     def key(self, site: Site) -> str:
-        """Return the key of the current call of a site."""
         return _key(site.path, current_call(site.path), self._plan[site.path].calls_apart)
 
     def _note(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
@@ -280,7 +277,7 @@ class _FloatPass:
 
 
 class _Corrected:
-    """A pass of a batch that is quantized and corrected call by call."""
+    """A pass of a batch, quantized and corrected call by call."""
 
     def __init__(self, in_float: _FloatPass, errors: _Errors, dtype: torch.dtype) -> None:
         self._in_float, self._dtype = in_float, dtype
@@ -288,7 +285,7 @@ class _Corrected:
         self._errors: dict[str, _Sum | None] = {**errors, **dict.fromkeys(in_float.unfit)}
 
     def run(self, proxy: Proxied, sites: Sequence[Site], plan: Plan) -> _Errors:
-        """Return the errors so far plus those of this batch."""
+        """Return the errors so far plus the errors of this batch."""
         with quantized(proxy, plan):
             run(proxy.module, self._in_float.batch, self._call, sites)
         return self._errors

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decided:
-    """A plan, the statistics it was made from, and torch's version counters of its ranges and scales.
+    """A plan with its statistics, and torch's version counters of its ranges and scales.
 
     ``corrected`` caches the plan with biases corrected while some groups are in float, by these groups.
     """
@@ -161,7 +161,6 @@ class CalibrationSession:
         self._weights_noted = False
 
     def has_weights_of(self, model: nn.Module) -> bool:
-        """Return whether the proxy still has the parameters of ``model``."""
         now = dict(model.named_parameters(remove_duplicate=False))
         mine = self.proxy.named_parameters(remove_duplicate=False)
         return all(now.get(path) is parameter for path, parameter in mine)
@@ -299,7 +298,7 @@ class CalibrationSession:
             self._first = None if self._first is None else in_types(self._first, types)
 
     def warn_of_constants(self) -> None:
-        """Warn once about each activation that was constant in all batches; all ranks must call this."""
+        """Warn once about each constant activation of all batches; all ranks must call this."""
         statistics = self.observation()
         if statistics.only_zeros:
             return
@@ -329,7 +328,6 @@ class CalibrationSession:
         return snapshot(self.observation())
 
     def observation(self) -> Seen:
-        """Return the statistics of all ranks."""
         batches = self._observation.seen.batches
         if self._gathered is None or self._gathered[0] != batches:
             statistics = merge_across_ranks(self._proxied, self._observation)
@@ -338,7 +336,6 @@ class CalibrationSession:
 
 
 def _constants_warning(value: float, names: list[str]) -> str:
-    """Return the warning about activations that were always ``value``."""
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     if value == 0:
         return (

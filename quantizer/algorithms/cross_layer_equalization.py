@@ -156,7 +156,6 @@ def _quantizes_both(entry: SitePlan) -> bool:
 
 
 def _ratio(channels: ChannelRange) -> float:
-    """Return the ratio of the largest channel magnitude to the median over non-zero channels."""
     magnitude = channels.magnitude[channels.magnitude > 0]
     return float(magnitude.max() / magnitude.median()) if len(magnitude) else 1.0
 
@@ -183,7 +182,6 @@ def _values(record: OperandRecord) -> Tensor:
 
 
 def _channel_magnitudes(weight: Tensor, axis: int) -> Tensor:
-    """Return the largest magnitude of each index of an axis."""
     return weight.movedim(axis, 0).flatten(1).amax(1)
 
 

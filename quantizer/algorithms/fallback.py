@@ -135,7 +135,6 @@ def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, rati
 
 
 def fallback_of(entries: Sequence[GroupSensitivity], asked: str) -> Fallback:
-    """Return the fallback of entries of a ranking."""
     return Fallback(
         groups=tuple(part for entry in entries for part in entry.parts),
         asked=asked,
@@ -231,7 +230,6 @@ def per_cost(
 
 
 def _covers(pattern: str, operand: str) -> bool:
-    """Return whether a pattern matches an operand's path or a prefix of its segments."""
     segments = operand.split(".")
     return any(matches(pattern, ".".join(segments[:end])) for end in range(1, len(segments) + 1))
 

@@ -70,18 +70,15 @@ class _Weighted:
 
     @property
     def name(self) -> str:
-        """The name of the weight, ``SITE.OPERAND``."""
         return f"{self.site.path}.{self.weight.name}"
 
     def round_as(self, chosen: RoundedWeight, settings: PlanSettings) -> None:
-        """Quantize the weight as chosen from now on."""
         quantizer, plan = self.site.quantizer(self.place), self.ranged(chosen.amax, settings)
         assert plan.scale is not None
         quantizer.set_scale(plan.scale, plan.dtype, plan.axis, plan.block_size)
         quantizer.set_codes(chosen.codes)
 
     def ranged(self, amax: Tensor | None, settings: PlanSettings) -> OperandPlan:
-        """Return the plan of the weight with the ranges ``amax``; None: the calibrator's ranges."""
         return with_range(self.weight, amax, settings.scale_dtype, settings.profile.weight_qmax)
 
     @property
@@ -292,7 +289,6 @@ class ProductRows(Protocol):
 def product_rows(
     site: Site, place: int, x: Tensor, weight: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> ProductRows | str:
-    """Return the row layout of a site's call, or why it has none."""
     name = site.operation.name
     if name in ("conv1d", "conv2d", "conv3d"):
         return _convolution(x, weight, args, keywords)

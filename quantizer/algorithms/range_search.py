@@ -54,7 +54,6 @@ class _Search:
         self.errors: dict[Setting, float] = {}
 
     def take(self, setting: Setting) -> Plan:
-        """Use a setting, and return its plan."""
         if self._smoothing is not None:
             self._smoothing.take(setting.share)
         if len(self._estimates) > 1:
@@ -126,7 +125,6 @@ def choose_ranges(plan: Plan, work: Work) -> Plan:
 
 
 def _has_static_range(plan: Plan) -> bool:
-    """Return whether any activation uses a range from calibration."""
     operands = (operand for entry in plan.values() for operand in entry.operands)
     return any(operand.role == "activation" and operand.scale is not None for operand in operands)
 
@@ -187,7 +185,6 @@ def _best_setting(
 
 
 def _formats(plan: Plan, observation: Seen) -> dict[RangeGroup, str]:
-    """Return the range groups of all activations with a scale, and the format in which each is evaluated."""
     formats: dict[RangeGroup, str] = {}
     for path, entry in plan.items():
         for operand in entry.operands:
@@ -214,7 +211,7 @@ _GAIN_UNSEARCHED_DB = 6.0
 
 
 def leave_costly_attention(work: Work, *, searched: bool) -> bool:
-    """Set ``left`` of the MatMuls of all attentions if the output gains much from it; return whether it was set."""
+    """Keep attention in float (``left``) if the output gains much from it; return whether it does."""
     plan, observation = work.plan(), work.observed
     groups = {
         operand.group

@@ -78,7 +78,7 @@ Block = tuple[str, nn.Module, tuple[Site, ...]]
 
 
 def blocks_of(model: nn.Module, sites: Collection[Site]) -> list[Block]:
-    """Return the blocks of a proxy that contain some of ``sites``, in the order of its modules.
+    """Return the blocks of a proxy with any of ``sites``, in the order of its modules.
 
     Sites of modules that are split, such as a residual add between blocks, belong to no block.
     """
@@ -112,7 +112,7 @@ def _has_modules(module: nn.Module) -> bool:
 
 
 class _CallInputs(NamedTuple):
-    """The (positional, keyword) arguments of a call, and the state in which it was made."""
+    """The (positional, keyword) arguments of a call, and the autocast state and call counts before it."""
 
     arguments: Batch
     autocast: Autocast
@@ -120,7 +120,6 @@ class _CallInputs(NamedTuple):
 
     @classmethod
     def now(cls, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> _CallInputs:
-        """Return copies of the arguments of the current call."""
         return cls(copied(args, keywords), Autocast.now(), calls_so_far() or {})
 
 
@@ -158,7 +157,6 @@ class BlockCalls:
         self._replay = Replay(proxy, batches)
 
     def in_order(self, blocks: Collection[nn.Module]) -> list[nn.Module]:
-        """Return the blocks that the batches call, in the order of their first calls in float."""
         return self._replay.in_order(blocks, in_float=True)
 
     def runs(self, block: nn.Module) -> Callable[..., Any]:
@@ -184,7 +182,6 @@ class BlockCalls:
                     yield BlockCall(given=inputs, mask=mask, expected=tensors, power=power)
 
     def _given(self, place: int, block: nn.Module, *, in_float: bool = False) -> list[_CallInputs]:
-        """Return the inputs of a block's calls, at most as many as in float."""
         if block is self._proxy:
             return [_CallInputs.now(*self._replay.batches[place])]
         inputs: list[_CallInputs] = []
@@ -421,8 +418,6 @@ def _reconstruct(
     ranges: Sequence[LearnedRange],
     done: RoundingProgress,
 ) -> None:
-    """Add the rounding of the weights of a block and its learned ranges to ``done``."""
-
     def unchanged(why: str) -> None:
         done.reconstructed |= {learned.name: learned.as_before(why) for learned in codes}
 

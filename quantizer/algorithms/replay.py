@@ -108,7 +108,6 @@ class Replay:
         return order
 
     def calls(self, place: int, module: nn.Module) -> int:
-        """Return how often batch ``place`` calls a module that was passed to ``in_order``."""
         return self._calls[place][module]
 
     def stop_at(self, place: int, module: nn.Module, visit: Visit, *, in_float: bool = False) -> None:
@@ -134,7 +133,6 @@ class Replay:
             self._pass(self.batches[place], [module], counted, in_float)
 
     def in_float(self) -> AbstractContextManager[None]:
-        """Return a context in which all sites compute in float."""
         return _overridden(self._sites, None)
 
     def visit(self, module: nn.Module, visit: Visit) -> None:
@@ -207,7 +205,7 @@ class SiteCall:
 
     @cached_property
     def expected(self) -> Tensor | None:
-        """The rows of the float output, float64; None if it is not a tensor. Read it before a quantizer is on."""
+        """The rows of the float output, float64; None if there is no tensor. Read it before a quantizer is on."""
         return self._rows()
 
     def error(self) -> float:
@@ -252,7 +250,7 @@ def visit_calls(
 def _sample(
     site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None
 ) -> tuple[list[Any], dict[str, Any], Tensor | None]:
-    """Return a subset of a call's operands that is enough to compare ranges, and its mask [B, S]."""
+    """Return enough of a call's operands to compare ranges, and its mask [B, S]."""
     if site.operation.name == "linear" and args and isinstance(args[0], Tensor):
         rows = without_padding(args[0], mask, channels_last=True).reshape(-1, args[0].shape[-1])
         return [rows[:: max(1, len(rows) // _ROWS)], *args[1:]], keywords, None

@@ -61,7 +61,6 @@ class Settings:
 
     @property
     def off(self) -> list[str]:
-        """The kinds of site that are switched off and need no observation."""
         return [kind for kind, switch in self.switches.items() if switch is False]
 
     @property
@@ -89,7 +88,6 @@ class Settings:
 
 
 def warn_of_float32(target: TargetProfile, regions: Float32Modules) -> None:
-    """Warn about modules that stay float32 on the target."""
     if regions.applies_to(target.torch_dtype):
         warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 can represent these values", stacklevel=3)
 

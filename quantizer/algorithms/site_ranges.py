@@ -74,7 +74,6 @@ class Trial:
     planned: tuple[OperandPlan, ...]
 
     def of_call(self, number: int | None) -> RangeGroup:
-        """Return the range of call ``number`` of the pass."""
         return self.group.of_tensor(self.record.tensor_of(number))
 
 

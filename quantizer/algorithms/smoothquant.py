@@ -99,7 +99,6 @@ class _Readers:
     ranges: dict[float, RangeGroup] = field(default_factory=dict)
 
     def take(self, alpha: float | None) -> None:
-        """Use the range with one alpha; None: without smoothing."""
         for record in self.records:
             record.smoothed = None if alpha is None else self.ranges[alpha]
 
@@ -184,7 +183,6 @@ def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
 
 
 def weight_record(observation: Seen, path: str) -> OperandRecord | None:
-    """Return the record of a site's weight; None if it has none."""
     records = observation.records[path].operands.values()
     return next((record for record in records if record.weight is not None), None)
 

@@ -274,7 +274,7 @@ class Pass:
             self._outputs.begin(value, site, record.calls - 1)
 
     def _see_output(self, site: Site, value: Tensor, call: int) -> None:
-        """Observe the result of call ``call`` of a pass when it is read."""
+        """Observe the result of call ``call`` of a pass at its first read."""
         record = self._record(site).operands.setdefault(site.operation.operands[0].name, OperandRecord())
         modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
         try:
@@ -395,7 +395,6 @@ class Pass:
                 operand.axis, operand.inner = size.axis, size.inner
 
     def _observe(self, site: Site, operand: str, value: Tensor, record: OperandRecord, call: int) -> int:
-        """Observe an operand of call ``call``; return the index of the tensor in its range group."""
         name = f"{site.path}.{operand}"
         version = self._provenance.version(value)
         observed = self._groups.get(value)
@@ -504,7 +503,7 @@ class CallOperands:
         return weights, None
 
     def _computed(self, site: Site, values: Sequence[Any], place: int) -> Weight | str | None:
-        """Return a weight that is computed from parameters, or why it cannot be stored; None if it is not one."""
+        """Return a weight computed from parameters, or why it cannot be stored; None for other operands."""
         value: Tensor = values[place]
         computation = self._tracker.computation(value, site.host_path)
         if computation is None or isinstance(computation, str):
@@ -532,7 +531,7 @@ class CallOperands:
     def _before_spreading(
         self, site: Site, values: Sequence[Any], place: int, computation: Computation
     ) -> Weight | None:
-        """Return an operand of a MatMul before it is expanded over a batch, as in ``w.expand(len(x), -1, -1)``.
+        """Return an operand of a MatMul before its expansion over a batch, as in ``w.expand(len(x), -1, -1)``.
 
         None: it is expanded in another way, which may depend on the batch.
         """
@@ -586,7 +585,6 @@ class CallOperands:
 
 
 def _batch_axes(site: Site, values: Sequence[Any], place: int) -> set[int]:
-    """Return the batch axes of an operand of a MatMul."""
     if not site.source.equation:
         return set(range(values[place].dim() - _MATRIX))
     equation_labels = labels(site.source.equation, [value.dim() for value in values])

@@ -205,7 +205,7 @@ class Calibrator:
         return other
 
     def widen(self, low: float, high: float) -> None:
-        """Extend minimum and maximum to ``low`` and ``high``, bounds of values that are not counted."""
+        """Extend minimum and maximum to ``low`` and ``high``, without counting values."""
         self._estimated = None
         self.minimum = min(self.minimum, low)
         self.maximum = max(self.maximum, high)

@@ -55,7 +55,7 @@ _RUNS_A_MODULE = ("_call_impl", "torch.nn.modules.module")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """A running function, and the call that it is making.
+    """A running function with its current call.
 
     Attributes:
         file: the path of its original file.
@@ -86,7 +86,7 @@ class Caller:
 
 
 def innermost_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """Return the first frame, outwards, that is not a wrapper; all calls of a wrapper have the same text."""
+    """Return the first frame, outwards, without wrappers; all calls of a wrapper have the same text."""
     while frame is not None and _module(frame).startswith(_HANDS_ON):
         frame = frame.f_back
     return frame
@@ -314,12 +314,10 @@ class CountedProduct:
     detail: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """Return plain values to save."""
         return {**asdict(self), "reason": self.reason.value if self.reason else None}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any], place: str = "product") -> CountedProduct:
-        """Return the object from the values of ``plain()``."""
         product: CountedProduct = decoded(cls, values, place)
         if product.multiply_adds < 0:
             raise ValueError(f"{place}.multiply_adds: expected 0 or more, got {product.multiply_adds}")
@@ -535,7 +533,7 @@ def follow(follower: Follower) -> None:
 
 
 def leave(follower: Follower) -> None:
-    """Undo ``follow`` in the same thread; do nothing if it was not called."""
+    """Undo ``follow`` in the same thread; do nothing without it."""
     if follower in _THREADS.followers:
         _THREADS.followers.remove(follower)
     with _LOCK:

@@ -87,7 +87,6 @@ class Float32Modules:
         return torch.float32 if self.applies_to(dtype) and self.wide_inputs else dtype
 
     def applies_to(self, dtype: torch.dtype) -> bool:
-        """Return whether modules stay float32 in a model whose floats are ``dtype``."""
         return dtype is torch.float16 and bool(self.wide)
 
 
@@ -138,7 +137,7 @@ def _cast(dtype: torch.dtype, value: Tensor) -> Tensor:
 
 
 def _of_site(module: nn.Module, path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether a module is a site or a child of one; it has the type of the module around the site."""
+    """Return whether a module is a site or its child; such modules have the type of the surrounding module."""
     return isinstance(module, SourceCall) or isinstance(modules.get(path.rpartition(".")[0]), SourceCall)
 
 

@@ -92,7 +92,6 @@ class MadeFloats(TorchFunctionMode):
         return _with_one_type_on_error(func, args, kwargs, self._dtype)
 
     def _as_model(self, value: Tensor) -> Tensor:
-        """Return a made tensor in the type of the model; other tensors are unchanged."""
         if not (value.dim() and value.is_floating_point() and value in self._made) or value.dtype == self._dtype:
             return value
         value = torch.where(value < -FLOAT16_MAX, FLOAT16_MASK, value) if self._masked else value
@@ -308,7 +307,6 @@ def largest_inside(name: str, args: Sequence[Any], bounds: Sequence[float], made
 
 
 def _overrides_divisor(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an average pooling has a ``divisor_override``."""
     divisor = 6
     return name == "aten::avg_pool2d" and len(args) > divisor and args[divisor] is not None
 

@@ -99,7 +99,6 @@ class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _in_half(self, values: Any) -> bool:
-        """Return whether an operation reads or returns half tensors."""
         return any(
             value is self._dtype or (isinstance(value, Tensor) and value.dtype is self._dtype) for value in values
         )

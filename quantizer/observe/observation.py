@@ -1,4 +1,4 @@
-"""Observe a proxy: every complete pass adds its statistics to those of the calibration.
+"""Observe a proxy: every complete pass adds its statistics to the calibration.
 
 A pass that fails or is interrupted adds nothing. Passes may run in several threads: each is observed separately, and
 their statistics are added one after the other.

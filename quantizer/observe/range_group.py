@@ -74,7 +74,6 @@ class Migration:
 
     @property
     def axes(self) -> tuple[int, int | None]:
-        """``axis`` and ``weight_axis``."""
         return self.axis, self.weight_axis
 
     @property
@@ -123,7 +122,7 @@ class RangeGroup:
         return [self, *self.parts] if self.told_apart else [self]
 
     def of_tensor(self, number: int) -> RangeGroup:
-        """Return the range of tensor ``number`` of the pass, if it has its own; else the common range."""
+        """Return the own range of tensor ``number`` of the pass, or the common range if tensors share one."""
         return self.parts[number] if self.told_apart and 0 <= number < len(self.parts) else self
 
     def migrated(self, migration: Migration, operands: list[str], make: Callable[[], Calibrator]) -> RangeGroup:
@@ -132,7 +131,7 @@ class RangeGroup:
         return RangeGroup(calibrator=make(), operands=operands, migration=migration, parts=parts)
 
     def observe(self, x: Tensor, tensor: int) -> None:
-        """Add the values of a tensor of the pass that is already divided by the factors."""
+        """Add the values of a tensor of the pass, already divided by the factors."""
         for each in (self, *(self.parts[tensor : tensor + 1] if tensor >= 0 else ())):
             each.calibrator.observe(x)
 
@@ -161,7 +160,6 @@ class RangeGroup:
         return first
 
     def _single(self) -> list[RangeGroup]:
-        """Return the range of each tensor."""
         return self.parts or [replace(self, calibrator=self.calibrator.copy(), operands=[])]
 
     def _bound(self) -> None:
@@ -254,7 +252,6 @@ class OperandRecord:
     tensors: tuple[int, ...] | None = None
 
     def read(self, call: int, tensor: int) -> None:
-        """Record the tensor of its group that a call reads."""
         before = self.tensors or ()
         self.tensors = (*before, *(-1 for _ in range(call - len(before))), tensor)
 
@@ -287,5 +284,4 @@ class OperandRecord:
 
     @property
     def range(self) -> RangeGroup | None:
-        """The group whose range is used."""
         return self.group if self.smoothed is None else self.smoothed

@@ -1,4 +1,4 @@
-"""Calibration batches that are stored to run again.
+"""Calibration batches stored for another run.
 
 The batches with the smallest hashes of their contents are stored, so the choice does not depend on their order. Their
 number depends on the number of samples, within limits.
@@ -113,13 +113,11 @@ class ReplayBatches:
         return {key: _StoredBatch(_rows(batch), (get_rank(),)) for key, batch in self._kept.items()}
 
     def _part(self, keys: Collection[bytes]) -> dict[bytes, Batch]:
-        """Return the batches among ``keys`` that this rank runs."""
         stored = self._all()
         dealt = {key: stored[key].ranks[place % len(stored[key].ranks)] for place, key in enumerate(sorted(keys))}
         return {key: in_types(self._kept[key], self.types) for key, rank in dealt.items() if rank == get_rank()}
 
     def _only(self, keys: Collection[bytes]) -> ReplayBatches:
-        """Return the batches among ``keys``."""
         kept = {key: batch for key, batch in self._kept.items() if key in keys}
         everywhere = None if self._everywhere is None else {key: self._everywhere[key] for key in keys}
         return self._with_types(ReplayBatches(kept, everywhere=everywhere, known=self.known))
@@ -179,7 +177,6 @@ class ReplayBatches:
 
     @property
     def on_every_rank(self) -> bool:
-        """True if each rank has all batches."""
         return all(len(stored.ranks) == get_world_size() for stored in self._all().values())
 
     def in_turns(self) -> Iterator[Batch | None]:

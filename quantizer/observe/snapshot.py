@@ -335,7 +335,7 @@ _EXPONENTS = range(-200, 1100)
 
 @dataclass(frozen=True, kw_only=True)
 class SeenWeight:
-    """A parameter: its path (None: no module registered it), and shape, order and offset if it is a view.
+    """A parameter: its path (None: no module registered it), and shape, order and offset of a view.
 
     ``computation``: how it is computed from parameters and buffers.
     """

@@ -45,7 +45,7 @@ class BiasShifts:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RoundingProgress:
-    """Weights that were already rounded when an interrupt stopped the rounding of a model.
+    """Weights already rounded when an interrupt stopped the rounding of a model.
 
     Attributes:
         key: a checksum of all inputs of the result.
@@ -296,7 +296,6 @@ class SiteStatistics:
     follows: set[str] = field(default_factory=set)
 
     def add_experts(self, rows: list[int]) -> None:
-        """Add the number of rows of each expert."""
         self.experts = [sum(pair) for pair in zip_longest(self.experts, rows, fillvalue=0)]
 
     @property
@@ -404,7 +403,7 @@ def with_zeroed_padding(value: Tensor, mask: Tensor | None, *, channels_last: bo
 
 
 def _token_axis(value: Tensor, mask: Tensor | None, channels_last: bool) -> int | None:
-    """Return the axis of the tokens of a mask [B, S] in a value; None without a mask, or if it is ambiguous."""
+    """Return the axis of the tokens of a mask [B, S] in a value; None without a mask or with several candidates."""
     if mask is None or value.dim() < _AXES + 1 or value.shape[0] != mask.shape[0]:
         return None
     axes = [axis for axis in range(1, value.dim() - channels_last) if value.shape[axis] == mask.shape[1]]
@@ -469,7 +468,6 @@ _MASK = 1e18
 
 
 def floats(output: Any) -> list[Tensor]:
-    """Return the floating-point tensors of an output, in the order of its structure."""
     return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 

@@ -281,7 +281,6 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._writes_into(value)
 
     def origin(self, value: Tensor) -> Origin | None:
-        """Return the origin of a tensor; None if it has none."""
         # The isinstance is slow, and the type alone rules it out for most tensors: no parameter is a plain Tensor.
         if type(value) is not Tensor and isinstance(value, nn.Parameter):
             return _OF_PARAMETERS
@@ -337,7 +336,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _joined(self, inputs: Iterable[Tensor]) -> Origin | None:
-        """Return the origin of a result: of the first input that has one; ``parameter`` only if all inputs have it.
+        """Return the first origin among the inputs of a result; ``parameter`` only if all inputs have it.
 
         Integers count as inputs: the entries that an embedding looks up depend on the data.
         """
@@ -354,7 +353,6 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory(value: Tensor) -> int | None:
-    """Return an identity of a tensor's memory; None if it has no plain storage."""
     if value.is_meta or value.layout is not torch.strided or value.is_nested or is_transformed(value):
         return None
     identity: int = value.untyped_storage()._cdata
@@ -390,7 +388,6 @@ def _writes(func: Any) -> bool:
 
 @cache
 def _known_of(func: Any) -> tuple[bool, str | None]:
-    """Return whether an operation is composite, and its name in ``PRODUCTS``."""
     return is_composite(func), product_name(func)
 
 
@@ -423,7 +420,7 @@ def _name(func: Any) -> str:
 
 
 class OutputReaders:
-    """The tensors of one pass that are, or derive by moves and ReLUs from, the result of an output site."""
+    """The results of output sites in one pass, and the tensors derived from them by moves and ReLUs."""
 
     def __init__(self, observe: Callable[[Site, Tensor, int], None]) -> None:
         self._observe = observe
@@ -437,12 +434,11 @@ class OutputReaders:
         self._whole.add(id(value))
 
     def site_of(self, value: Any) -> Site | None:
-        """Return the output site of a tensor; None if it has none."""
         known = self._sites.get(id(value))
         return known[1] if known is not None and known[0]() is value else None
 
     def take(self, value: Tensor) -> Site | None:
-        """Return the output site of a result that was not read yet, and stop following it; else None."""
+        """Return the output site of an unread result, and stop following it; None for other tensors."""
         site = self.site_of(value)
         if site is None or id(value) not in self._whole:
             return None

@@ -78,7 +78,7 @@ class WatchedTensor:
 
 
 def watch(proxy: nn.Module, verb: str, selects: Callable[[Tensor], bool]) -> None:
-    """Make each module of a proxy raise a ProxyError when it is called after one of its parameters changed."""
+    """Make each module of a proxy raise a ProxyError at its next call if its parameters changed."""
     checks: list[tuple[nn.Module, _Check]] = []
     for path, module in proxy.named_modules():
         watched = {
@@ -120,7 +120,6 @@ class _Check:
 
 
 def _sample(tensor: Tensor) -> Any:
-    """Return a numpy view of elements spread over a tensor; None unless it is contiguous and on the CPU."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
     flat = tensor.detach().view(-1)
@@ -147,7 +146,7 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 
 def with_passes(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
-    """Return the proxy; its passes number the calls of sites if calls have ranges of their own."""
+    """Return the proxy, with passes that number the calls of sites if calls have ranges of their own."""
     if any(operand.several_ranges for entry in plan.values() for operand in entry.operands):
         number_calls(proxy)
     return proxy
@@ -178,14 +177,12 @@ def _apply_site_plan(site: Site, entry: SitePlan) -> None:
 
 
 def apply_factor(quantizer: OperandQuantizer, planned: OperandPlan) -> None:
-    """Set the SmoothQuant factor of a quantizer, if the plan has one."""
     if planned.factor is not None:
         assert planned.smooth_axis is not None
         quantizer.set_factor(planned.factor, planned.smooth_axis)
 
 
 def switch_on(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Switch on the sites that the plan quantizes, and all others off."""
     for site in sites_of(proxy):
         # Output sites that calibration did not observe are in no plan.
         site.active = site.path in plan and plan[site.path].quantized
@@ -235,7 +232,6 @@ def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan], *, fused: bool 
 
 
 def frozen_new(proxy: nn.Module, model: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
-    """Freeze a newly built proxy of a model by a plan, and return it."""
     OwnBuffers(proxy, model)
     apply_plan(proxy, plan)
     freeze(proxy, plan)
@@ -268,7 +264,6 @@ def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[s
 
 
 def add_planned_outputs(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Add the output sites of a plan to a proxy."""
     add_output_sites(proxy, {path for path, entry in plan.items() if entry.kind == OUTPUT})
 
 
@@ -335,14 +330,12 @@ def _range_of(quantizer: OperandQuantizer) -> tuple[float, int | None]:
 
 
 def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Switch the planned sites on and mark all sites as frozen."""
     switch_on(proxy, plan)
     for site in sites_of(proxy):
         site.frozen = True
 
 
 def _weight(proxy: nn.Module, site: Site, planned: OperandPlan) -> Tensor:
-    """Return the weight as its site reads it."""
     if planned.computation is not None:
         try:
             return operand_of(planned.computation.inputs_of(proxy), None, planned.computation)
@@ -398,7 +391,7 @@ def _list_weights(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
 def planned_weights(
     proxy: nn.Module, plan: Mapping[str, SitePlan]
 ) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:
-    """Yield the weights that the plan quantizes: site, quantizer and plan of the operand."""
+    """Yield site, quantizer and operand plan of each weight that the plan quantizes."""
     for site in sites_of(proxy):
         if site.path not in plan:
             continue
@@ -410,7 +403,6 @@ def planned_weights(
 
 
 def _owner(proxy: nn.Module, weight: OperandPlan) -> tuple[nn.Module, str]:
-    """Return the module that has a weight's parameter, and the parameter's name."""
     path, _, name = (weight.parameter or "").rpartition(".")
     try:
         return proxy.get_submodule(path), name
@@ -537,7 +529,7 @@ class _Built:
 
 
 def _not_copied(modules: list[nn.Module]) -> list[Any]:
-    """Return the objects that copies share: modules, tensors, and attributes that are not changed in place."""
+    """Return the objects shared by all copies: modules, tensors, and attributes never changed in place."""
     shared: list[Any] = list(modules)
     for module in modules:
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):

@@ -1,4 +1,4 @@
-"""Coverage: the sites of a plan, the operations that are not quantized and the range of each operand, as records."""
+"""Coverage: the sites of a plan, the non-quantized operations and the range of each operand, as records."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ _BY_REASON = {ReasonCode.FROM_PARAMETERS: Reason.PARAMETERS, ReasonCode.PARAMETE
 
 
 def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | None:
-    """Return the share of multiply-adds in sites that the plan quantizes, 0 to 1; None if none were counted."""
     total = sum(product.multiply_adds for product in products)
     covered = sum(product.multiply_adds for product in products if _covered(product, plan))
     return covered / total if total else None
@@ -62,8 +61,7 @@ def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | Non
 def unquantized_products(
     products: Sequence[CountedProduct], plan: Plan, fallback_sites: Collection[str] = ()
 ) -> tuple[UnquantizedProduct, ...]:
-    """Return the matrix multiplications and convolutions that are not quantized, largest first; ``fallback_sites`` are
-    the sites that fell back."""
+    """Return the non-quantized matrix multiplications and convolutions, largest first."""
     total = sum(product.multiply_adds for product in products)
     rows = []
     for product in products:
@@ -101,7 +99,7 @@ def _reason_of_site(path: str, plan: Plan, fallback_sites: Collection[str]) -> R
 
 
 class UnquantizedProducts(Rows[UnquantizedProduct]):
-    """Matrix multiplications and convolutions that are not in low precision, largest first."""
+    """Matrix multiplications and convolutions in float, largest first."""
 
     look = "products"
 
@@ -162,7 +160,7 @@ class Coverage(Rows[Site]):
 
     @property
     def skipped(self) -> tuple[Site, ...]:
-        """The sites that are not quantized."""
+        """The non-quantized sites."""
         return tuple(row for row in self.rows if not row.quantized)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
@@ -172,7 +170,7 @@ class Coverage(Rows[Site]):
         return {kind: (quantized[kind], total[kind]) for kind in sorted(total)}
 
     def below(self) -> list[Shown | str]:
-        """Return the blocks below the table: modules that exceed float16, and operations that are not quantized."""
+        """Return the blocks below the table: modules with values beyond float16, and non-quantized operations."""
         wide = [f"if non-quantized operations run in float16, {self.regions.text()}"] if self.regions.wide else []
         return [*wide, *([self.not_quantized] if len(self.not_quantized) else [])]
 

@@ -49,7 +49,6 @@ class Formats:
         self._zero_points = zero_points
 
     def of(self, site: str, kind: Kind) -> Format:
-        """Return the format of a site of the kind that calibration observed."""
         for rule, sites in reversed(self._rules):
             if (not rule.kinds or kind in rule.kinds) and (sites is None or site in sites):
                 return rule.format
@@ -67,7 +66,6 @@ def formats_for(
     *,
     zero_point: bool,
 ) -> Formats:
-    """Return the formats of a proxy's sites by the rules."""
     sites = list(sites)
     problems: list[str] = []
     matches: list[tuple[FormatRule, frozenset[str] | None]] = []
@@ -119,7 +117,6 @@ def operand_plans(
     requested: Format,
     indivisible: list[str],
 ) -> tuple[OperandPlan, ...]:
-    """Return the plan of each operand of an observed site."""
     plans = []
     migration = next((o.smoothed.migration for o in record.operands.values() if o.smoothed is not None), None)
     offloaded = any(parameter.is_meta for parameter in host.parameters(recurse=False))
@@ -226,7 +223,6 @@ def _unreached_note(record: SiteStatistics) -> str | None:
 
 
 def _multiplies_last_axis(observed: OperandRecord) -> bool:
-    """Return whether a weight is a matrix that multiplies the last axis of an activation."""
     return observed.inner is not None and observed.weight is not None and observed.weight.tensor().dim() == _MATRIX
 
 
@@ -356,7 +352,7 @@ def _is_rectified_output(group: RangeGroup, profile: TargetProfile) -> bool:
 def _without_scale(
     name: str, observed: OperandRecord, group: RangeGroup, dtype: QType | None, profile: TargetProfile
 ) -> OperandPlan:
-    """Return the plan of an activation that is dynamically quantized, or (``dtype`` None) not quantized."""
+    """Return the plan of a dynamically quantized activation, or (``dtype`` None) of a float one."""
     migration = group.migration
     return OperandPlan(
         name=name,

@@ -1,4 +1,4 @@
-"""Decide for each site whether it is quantized, and form the groups of operands that change precision together.
+"""Decide for each site whether to quantize it, and group the operands that change precision together.
 
 A group holds both operands of a matrix multiplication. Layers that read the same tensor (query, key, value) form one
 group, and so do the MatMuls of one attention (two activations, in one function of one module). Each operand of a
@@ -117,7 +117,6 @@ def decide(
     refused: Mapping[str, str],
     settings: PlanSettings,
 ) -> Plan:
-    """Return the plan of all sites, decided from the statistics of calibration."""
     plan: Plan = {}
     indivisible: list[str] = []
     followed = {path for record in observation.records.values() for path in record.follows}
@@ -242,7 +241,6 @@ def _refusal(
 
 
 def _recurrent_format(host: nn.Module, requested: Format, settings: PlanSettings) -> Format:
-    """Return the formats of a site; dynamic UINT8 for recurrent layers whose kernel takes ranges at run time."""
     at_run_time = settings.profile.recurrences.at_run_time
     if not isinstance(host, RecurrentLayer) or host.is_cell or not at_run_time or requested.activations is None:
         return requested
@@ -297,7 +295,7 @@ def _without_shared_tables(plan: Plan, settings: PlanSettings) -> Plan:
 
 
 def _refusal_of_operands(site: Site, operands: tuple[OperandPlan, ...], requested: Format) -> str | None:
-    """Return why a site is not quantized given the plans of its operands; None if it is."""
+    """Return why the plans of its operands keep a site in float; None if they do not."""
     missing = [operand for operand in operands if not operand.quantized]
     if site.operation.kind != "residual_add":
         if len(operands) < len(site.operation.operands):
@@ -341,7 +339,6 @@ def _products_by_function(plan: Plan) -> Iterable[list[SitePlan]]:
 
 
 def _fused_attention(plan: Plan, observation: Seen, profile: TargetProfile) -> Plan:
-    """Return the plan with an attention in float if the target has no fused kernel for its format."""
     unquantized: Plan = {}
     for entries in _products_by_function(plan):
         records = [observation.records[entry.name] for entry in entries]
@@ -380,7 +377,7 @@ def _whole_attention(plan: Plan, profile: TargetProfile) -> Plan:
 
 
 def _whole_recurrences(plan: Plan) -> Plan:
-    """Return the plan with a recurrent layer in float if one of its MatMuls is: its loop is one operator."""
+    """Return the plan with a recurrent layer in float unless all its MatMuls are quantized."""
     layers: dict[str, list[SitePlan]] = defaultdict(list)
     for entry in plan.values():
         layer = recurrent_layer(entry)

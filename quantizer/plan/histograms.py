@@ -147,7 +147,6 @@ def _record(name: str, operand: OperandPlan, calibrator: Calibrator, histogram: 
 def _candidates(
     operand: OperandPlan, calibrator: Calibrator, histogram: Counts, dtype: QType
 ) -> tuple[RangeCandidate, ...]:
-    """Return the range of each calibrator, and the range of the operand if it differs from all of them."""
     amax_of_plan = operand.largest_amax
     ranges = list(estimates(calibrator, dtype))
     # The amax of the plan is rounded to float32.

@@ -31,7 +31,7 @@ def scales_of(plan: Plan) -> dict[str, Tensor]:
 def with_scales(
     plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dtype, *, keep_zero_points: bool = False
 ) -> Plan:
-    """Return the plan with other scales for some of its operands.
+    """Return the plan with some scales replaced.
 
     A scale is rounded to the target's float type; amax becomes the given scale times the largest integer of the format.
     A scale for one operand of a range group applies to the whole group.

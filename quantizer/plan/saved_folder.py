@@ -159,7 +159,6 @@ def state_of_bytes(data: bytes, place: object) -> tuple[Plan, tuple[CountedProdu
 def _plain(
     plan: Plan, products: Iterable[CountedProduct], document: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the document with all plain values, and the tensors by name."""
     tensors: dict[str, Tensor] = {}
     long_groups: dict[str, int] = {}
     sites = []
@@ -185,7 +184,6 @@ def _plain(
 
 
 def _check_format(document: Any, place: object) -> None:
-    """Raise if this version cannot read a document."""
     version = document.get("format") if isinstance(document, dict) else None
     if type(version) is not int or version != FORMAT:
         raise QuantizerError(
@@ -196,7 +194,6 @@ def _check_format(document: Any, place: object) -> None:
 def _from_plain(
     document: dict[str, Any], tensors: Mapping[str, Tensor], place: object
 ) -> tuple[Plan, tuple[CountedProduct, ...]]:
-    """Return the plan and the counted operations, and remove them from a document of ``_plain``."""
     try:
         _check_fields(document)
         sites = decoded(tuple[SitePlan, ...], _with_groups(document), "sites")
@@ -230,7 +227,6 @@ def _with_groups(document: dict[str, Any]) -> Any:
 
 
 def _check_fields(document: Mapping[str, Any]) -> None:
-    """Check the names and types of the document's fields."""
     required = ("sites", "products", "config", "scales_replaced", "fallback", "regions", "fingerprint")
     missing = [name for name in required if name not in document]
     if missing:

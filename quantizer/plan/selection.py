@@ -113,7 +113,7 @@ def _site_names(site: Site) -> list[str]:
 
 
 def _operand_names(site: Site) -> list[str]:
-    """Return the operands that rules can select: only those of an add."""
+    """Return the operands that rules can select, which only adds have."""
     if site.operation.kind != "residual_add":
         return []
     return [f"{site.path}.{operand.name}" for operand in site.operation.operands]

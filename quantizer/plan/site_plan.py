@@ -125,7 +125,6 @@ class OperandPlan:
 
     @property
     def _calls_note(self) -> str | None:
-        """The note on ranges per call; None if all calls have one range."""
         if not self.several_ranges:
             return None
         amax = [call.amax for call in self.calls]
@@ -137,7 +136,7 @@ class OperandPlan:
         return len(self.calls) > 1
 
     def of_call(self, number: int | None) -> OperandPlan:
-        """Return the plan with the range of call ``number`` of a pass; with None, the range of all calls."""
+        """Return the plan with the range of call ``number`` of a pass; None: the range of all calls."""
         if number is None or number >= len(self.calls):
             return self
         call = self.calls[number]

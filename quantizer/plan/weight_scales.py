@@ -107,13 +107,11 @@ class ScaledWeights:
         return before.keys() == now.keys() and all(before[key][1] == stamp for key, (_, stamp) in now.items())
 
     def forget(self) -> None:
-        """Forget all results, because one was modified in place."""
         self._known = {}
 
     def scaled(
         self, name: str, operand: OperandPlan, weight: Weight, scale_dtype: torch.dtype, qmax: int | None
     ) -> OperandPlan:
-        """Return the cached ``scaled_for`` of the operand ``name``, a ``SITE.OPERAND``."""
         recorded = [self._seen[id(parameter)][1] for parameter in weight.parameters if id(parameter) in self._seen]
         stamps = tuple(recorded) if len(recorded) == len(weight.parameters) else None
         inputs = (*(getattr(operand, field.name) for field in fields(operand)), scale_dtype, qmax)
@@ -126,7 +124,6 @@ class ScaledWeights:
         return known.result
 
     def holds(self, name: str, operand: OperandPlan, parameters: Iterable[Tensor]) -> bool:
-        """Return whether the scale of ``name`` is a cached result for the current values of its parameters."""
         known = self._known.get(name)
         same = known is not None and known.result.amax is operand.amax and known.result.scale is operand.scale
         return same and known is not None and known.stamps == tuple(map(TensorStamp.of, parameters))
@@ -226,7 +223,6 @@ def _amax(
 
 
 def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
-    """Return a note on scales below the smallest normal number of the target's float type; None if there are none."""
     number = int((~is_normal(scale, scale_dtype)).sum())
     if not number:
         return None
@@ -234,7 +230,6 @@ def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
 
 
 def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
-    """Return the weight of an operand in a model; None if the model has no such parameter."""
     path, parameters = operand.parameter, _parameters(model, operand)
     if parameters is None:
         return None
@@ -253,7 +248,6 @@ def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
 
 
 def _parameters(model: nn.Module, operand: OperandPlan) -> list[Tensor] | None:
-    """Return the parameters of a weight; None if the model lacks one."""
     if operand.computation is not None:
         try:
             return operand.computation.inputs_of(model)
@@ -365,7 +359,6 @@ def without_codes(plan: Plan, why: str, selects: Callable[[OperandPlan], bool] =
 
 
 def changed_buffers(plan: Plan, model: nn.Module) -> list[str]:
-    """Return the paths of buffers that weights are computed from and whose values changed."""
     operands = (operand for entry in plan.values() for operand in entry.operands)
     computed = (operand.computation for operand in operands if operand.computation is not None)
     return list(dict.fromkeys(path for computation in computed for path in computation.changed_buffers(model)))

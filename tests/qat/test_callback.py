@@ -114,7 +114,7 @@ def test_a_loss_of_nan(model: nn.Module, tmp_path: Path) -> None:
     proxy = trainers.calibrated(model).qat(model)
     _poison(proxy, step=5)
     (tmp_path / "checkpoint-900").mkdir()  # of another run
-    with pytest.raises(TrainingError, match=r"step 5: a gradient is NaN or infinite, the first is that of '.*'; ") as told:
+    with pytest.raises(TrainingError, match=r"step 5: a gradient is NaN or infinite, the first is .*'; ") as told:
         trainers.trainer(proxy, tmp_path).train()
     assert told.match(rf"The last good checkpoint is {tmp_path}/checkpoint-3\. .* lower the learning rate \(0\.001\)")
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())

@@ -186,7 +186,8 @@ def test_there_are_three_kinds_of_scales() -> None:
     with pytest.raises(ConfigError, match="1 problem in the configuration") as told:
         Quantizer(preset="plain").qat(twice(), scales="nonsense")  # type: ignore[arg-type]
     assert told.value.problems == (
-        "qat(scales='nonsense'): unknown kind 'nonsense'; expected fixed, average, learned, or a mapping from patterns to these",
+        "qat(scales='nonsense'): unknown kind 'nonsense'; expected fixed, average, learned, or a mapping from patterns "
+        "to these",
     )
 
 

@@ -504,7 +504,10 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda output: output, r"loss\(output\) returned a tensor of shape \(8, 32\); expected one floating-point number"),
+        (
+            lambda output: output,
+            r"loss\(output\) returned a tensor of shape \(8, 32\); expected one floating-point number",
+        ),
         (lambda output: 1.0, r"loss\(output\) returned float; expected one floating-point number as a tensor"),
         (lambda output: output.detach().sum(), r"loss\(output\) does not depend on the model's output"),
     ],

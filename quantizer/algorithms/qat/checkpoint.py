@@ -53,7 +53,7 @@ def check_checkpoints(folder: Path) -> None:
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of a training, and their folder if it is then empty."""
+    """Remove the checkpoints of a training, and their folder if nothing else is in it."""
     with suppress(OSError):
         for name in (LAST, BEST):
             (folder / name).unlink(missing_ok=True)
@@ -63,7 +63,6 @@ def remove_checkpoints(folder: Path) -> None:
 def write_checkpoint(
     path: Path, proxy: nn.Module, facts: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Write a checkpoint atomically."""
     # A shared parameter is written under each of its names, because the format cannot share tensors.
     tensors = {f"model.{name}": value.detach().clone().contiguous() for name, value in proxy.state_dict().items()}
     for number, entry in (optimizer.state_dict()["state"] if optimizer is not None else {}).items():
@@ -246,7 +245,6 @@ def _compare(stored: dict[str, str], current: dict[str, str]) -> None:
 
 
 def _shared(proxy: nn.Module) -> dict[str, list[str]]:
-    """Return the names of each parameter that scales of several operands share: the first name, and the others."""
     names = defaultdict(list)
     for path, module in proxy.named_modules():
         if isinstance(module, OperandQuantizer) and module.change is not None:

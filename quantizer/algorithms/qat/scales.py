@@ -98,7 +98,6 @@ class MovingAverage:
 
 
 def step_averages(quantizers: Iterable[OperandQuantizer]) -> None:
-    """Step every moving average among the watchers of ``quantizers`` once."""
     averages = {id(q.watcher): q.watcher for q in quantizers if isinstance(q.watcher, MovingAverage)}
     for average in averages.values():
         average.step()

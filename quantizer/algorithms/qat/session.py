@@ -1,4 +1,4 @@
-"""The implementation of ``Quantizer.qat``: a quantized proxy that is trained.
+"""The implementation of ``Quantizer.qat``: training of a quantized proxy.
 
 The file also has the gradient check of a step, steps that several processes take together, the schedule that fixes
 batch norm statistics and scales, and parameter groups with a separate learning rate for scales of activations.
@@ -139,7 +139,6 @@ class QatSession:
 
 
 def has_gradient(parameters: Iterable[Tensor]) -> bool:
-    """Return whether any parameter has a gradient other than zeros."""
     return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters)
 
 

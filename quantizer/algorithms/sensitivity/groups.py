@@ -1,4 +1,4 @@
-"""The groups of an AMP proxy: operands that are switched, measured and fall back together.
+"""The groups of an AMP proxy: operands switched, measured and kept in float together.
 
 The smallest groups are those of the plan (see ``plan/decide_sites.py``). Coarser groups merge them by the module of
 their first site: a *block* is a module's path up to its first number (``encoder.layer.3``), a *layer* a direct child of
@@ -132,7 +132,7 @@ class Changes(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Changes of a call that are computed on demand, by ``compute(*tensors)``."""
+    """Changes of a call, computed on demand by ``compute(*tensors)``."""
 
     tensors: tuple[Tensor, ...]
     compute: Callable[..., Changes]

@@ -38,7 +38,7 @@ class GroupLatency:
 
     @property
     def gain_us(self) -> float:
-        """The microseconds that low precision saves; negative if it is slower."""
+        """The microseconds saved by low precision; negative if low precision is slower."""
         return self.float_us - self.low_us
 
 

@@ -119,7 +119,6 @@ class Measurement:
         return batches, errors
 
     def _call(self, proxy: nn.Module, run: partial[Any]) -> Any:
-        """Run the proxy once, and measure."""
         if self._lock.locked() and self._thread == threading.get_ident():
             # The proxy calls itself: only the outer call measures.
             return run()

@@ -79,7 +79,7 @@ class Metric:
         return float(number)
 
     def drop(self, float_score: float, score: float) -> float:
-        """Return how much worse ``score`` is than the float model's; negative if it is better."""
+        """Return the drop from the float model's score to ``score``; negative for a gain."""
         return float_score - score if self.higher_is_better else score - float_score
 
 

@@ -100,7 +100,7 @@ class SensitivitySession:
 
     @property
     def by_output(self) -> list[GroupSensitivity]:
-        """The groups by their effect on the model's output, highest first; empty if it was not measured.
+        """The groups by their effect on the model's output, highest first; empty without such a measure.
 
         All processes must read it.
         """
@@ -164,7 +164,6 @@ class SensitivitySession:
         cache: str | os.PathLike[str] | None,
         tell: Tell | None,
     ) -> Fallback:
-        """Return the result of a search with the groups of ``slower`` always in float."""
         score_of = self._scores(metric, cache)
 
         def score(groups: tuple[str, ...] | None) -> float:
@@ -183,7 +182,6 @@ class SensitivitySession:
     def _scores(
         self, metric: Metric, cache: str | os.PathLike[str] | None
     ) -> Callable[[tuple[str, ...] | None], float]:
-        """Return a cached function from the groups in float (None: all) to the score."""
         search = fingerprint(self.measured_plan, metric.function, Fingerprint.of(self._model))
         scores = Store(cache if get_rank() == 0 else None, SensitivityError).under(search)
         tries, planned = FrozenTries(self._model), self._begin()
@@ -210,7 +208,6 @@ class SensitivitySession:
 
 
 def _require_one(**arguments: object) -> None:
-    """Raise unless exactly one of the arguments is given."""
     names = [name for name, value in arguments.items() if value is not None]
     if len(names) != 1:
         shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
@@ -218,7 +215,6 @@ def _require_one(**arguments: object) -> None:
 
 
 def _of_first_process(score: float | None) -> float | None:
-    """Return the score of the first process on all processes; None if it has none."""
     received = all_gather_bytes(b"" if score is None else score.hex().encode())[0].decode()
     return float.fromhex(received) if received else None
 

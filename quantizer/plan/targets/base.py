@@ -335,7 +335,7 @@ class TargetProfile:
         return ReasonCode.SMALL_PRODUCT.text(axis=axis, size=size, least=self.min_gemm_dim, target=self.name)
 
     def kernel_reason(self, operation: str) -> str | None:
-        """Return why this target has no integer kernel for an operation; None if it has one."""
+        """Return why an operation lacks an integer kernel on this target; None if there is one."""
         return (
             ReasonCode.NO_KERNEL.text(target=self.name, operation=operation)
             if operation in self.float_convolutions
