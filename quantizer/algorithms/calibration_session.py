@@ -122,19 +122,19 @@ class CalibrationSession:
         self._warned_constants: set[str] = set()
 
     def _choose_anew(self, kept: ReplayBatches | None) -> None:
-        seen, settings = self._observation.seen, self._proxied.settings
+        statistics, settings = self._observation.seen, self._proxied.settings
         # This rank's part may be empty although that of another is not.
         has_batches = kept is not None and kept.everywhere > 0
         if kept is not None and has_batches:
-            seen.kept = kept.copy()
+            statistics.kept = kept.copy()
         if has_batches or needs_batches(settings) or not replays_batches(settings):
-            seen.forget_choices()
+            statistics.forget_choices()
             return
         logger.warning(
             "ranges are not chosen again for %s because a saved folder has no batches; the saved choice is used",
             settings.backend,
         )
-        fit_migrations(seen, settings.target.torch_dtype)
+        fit_migrations(statistics, settings.target.torch_dtype)
 
     def dealt(self) -> DealtBatches:
         """Return the object that distributes batches which all ranks receive alike."""

@@ -158,8 +158,8 @@ def _run_algorithms(requested: Mapping[str, Algorithm], plan: Plan, work: Work) 
 
 def _digest(plan: Plan, work: Work) -> str | None:
     """Return the SHA-256 of all inputs of choices made by running batches; None if they cannot be shared."""
-    proxy, kept, buffers = work.proxy, work.observed.kept, dict(work.proxy.module.named_buffers())
-    if kept is None or get_world_size() > 1 or not all(map(_has_plain_values, buffers.values())):
+    proxy, batches, buffers = work.proxy, work.observed.kept, dict(work.proxy.module.named_buffers())
+    if batches is None or get_world_size() > 1 or not all(map(_has_plain_values, buffers.values())):
         return None
     traits = {
         name: sorted(value) if isinstance(value, frozenset) else value
@@ -170,7 +170,7 @@ def _digest(plan: Plan, work: Work) -> str | None:
         repr(list(algorithms)),
         repr(traits),
         plan_digest(plan),
-        kept.digest,
+        batches.digest,
         repr(Fingerprint.of(proxy.module).plain()),
         hashlib.sha256(snapshot(work.observed)).hexdigest(),
     ]

@@ -101,8 +101,8 @@ def _is_requested(settings: Settings) -> bool:
 
 
 def _needs_batches(settings: Settings) -> bool:
-    several = settings.calibrator == "percentile" and len(settings.percentiles) > 1
-    return several or isinstance(settings.smoothquant_alpha, float)
+    several_percentiles = settings.calibrator == "percentile" and len(settings.percentiles) > 1
+    return several_percentiles or isinstance(settings.smoothquant_alpha, float)
 
 
 def choose_ranges(plan: Plan, work: Work) -> Plan:

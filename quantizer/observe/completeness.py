@@ -271,7 +271,7 @@ class Reason(Enum):
     """The plan quantized it, and its group fell back to float."""
     TARGET = "too small, or not faster in low precision on the target"
     """The target's profile keeps it in float: K or N is too small, or its kind is not faster in low precision."""
-    UNFIT = "an operand cannot be represented in low precision"
+    UNFIT = "an operand cannot be quantized"
     """Its site ran, but for example an operand is a weight that no module registered, or differs between calls."""
     PARAMETERS = "computed from parameters only"
     """An operand, or the result, is computed from parameters and not from an input of the model."""

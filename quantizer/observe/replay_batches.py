@@ -62,7 +62,7 @@ class Known:
 
     def keep(self, digest: str, chosen: Seen) -> None:
         """Store choices, and remove choices of an earlier state of the calibration."""
-        for former in [key for key, seen in self.choices.items() if seen.batches != chosen.batches]:
+        for former in [key for key, known in self.choices.items() if known.batches != chosen.batches]:
             del self.choices[former]
         self.choices[digest] = replace(chosen.copy(), kept=None)
 
@@ -137,7 +137,7 @@ class ReplayBatches:
     def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
         """Return the hash and a copy of a batch if it should be stored, else None; call before the model runs."""
         key = _hash((args, dict(keywords)))
-        rows = {kept: _rows(batch) for kept, batch in self._kept.items()}
+        rows = {stored: _rows(batch) for stored, batch in self._kept.items()}
         if key in rows or key not in _chosen_keys({**rows, key: _rows((args, keywords))}, self._enough):
             return None
         return key, copied(args, keywords)
@@ -145,8 +145,8 @@ class ReplayBatches:
     def keep(self, key: bytes, batch: Batch) -> None:
         """Store a batch that ``wanted`` returned."""
         self._kept[key] = batch
-        rows = {kept: _rows(batch) for kept, batch in self._kept.items()}
-        self._kept = {kept: self._kept[kept] for kept in _chosen_keys(rows, self._enough)}
+        rows = {stored: _rows(batch) for stored, batch in self._kept.items()}
+        self._kept = {stored: self._kept[stored] for stored in _chosen_keys(rows, self._enough)}
 
     @property
     def digest(self) -> str:
@@ -223,9 +223,9 @@ class DealtBatches:
         self._count += 1
         if is_mine(self._count - 1):
             return True
-        kept = self._kept()
-        if kept is not None and (wanted := kept.wanted(args, keywords)) is not None:
-            kept.keep(*wanted)
+        store = self._kept()
+        if store is not None and (new_batch := store.wanted(args, keywords)) is not None:
+            store.keep(*new_batch)
         return False
 
     def check(self) -> None:

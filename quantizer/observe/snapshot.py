@@ -76,7 +76,7 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
             raise ValueError(f"products of {lost[0]!r}, which is not a site")
     parameters = named_tensors(proxy)
     _require_model(document, paths, parameters)
-    seen = Seen(
+    statistics = Seen(
         # The observed outputs depend on the target: others are dropped, and missing ones count as unobserved.
         records={path: SiteStatistics() for path in paths}
         | {path: _site(site, parameters) for path, site in document.sites.items() if path in paths},
@@ -90,8 +90,8 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
         read_outside=dict(document.read_outside),
     )
     for group in document.groups:
-        _add_group(seen, group, counts, make)
-    return seen
+        _add_group(statistics, group, counts, make)
+    return statistics
 
 
 def seen_inputs(data: bytes) -> tuple[InputShapes, ...]:

@@ -208,9 +208,9 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         if planned.computation is not None:
             continue
         owner, name = _owner(proxy, planned)
-        whole = planned.view is None and owner is proxy.get_submodule(site.host_path)
+        unshared_owner = planned.view is None and owner is proxy.get_submodule(site.host_path)
         shared = uses[id(owner._parameters[name])] != 1 or readers[planned.parameter or ""] != 1
-        if whole and not shared and planned.read_outside is None:
+        if unshared_owner and not shared and planned.read_outside is None:
             _hand_over(owner, name, site, quantizer, planned)
     _list_weights(proxy, {})
     # A frozen proxy must not change when the model is trained further.
