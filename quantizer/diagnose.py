@@ -157,7 +157,7 @@ class _Trial:
         """Return the diagnosis of a group with its best fix; without findings, only float is tried."""
         fixes = [*(self._candidate_fixes(group, alone) if findings else ()), *self._float_fix(group)]
         # Keeping the group in float is the last resort.
-        settings = [fix for fix in fixes if math.isfinite(fix.alone_db)] or fixes
+        settings = [fix for fix in fixes if math.isfinite(fix.gain_alone_db)] or fixes
         best = max(settings, key=lambda fix: fix.gain_db, default=None)
         return Diagnosis(group=group, sqnr_db=alone, findings=findings, fix=best, notes=self._notes(group, findings))
 
@@ -165,9 +165,13 @@ class _Trial:
         if self._measured_candidates is None:
             self._measured_candidates = [self._try(setting) for setting in self._settings]
         return [
-            Fix(setting=_text(whole_setting(self._config, setting)), gain_db=whole - self._whole, gain_alone_db=gain)
-            for setting, plan, whole in self._tried
-            if whole - self._whole >= _LEAST_DB / 2
+            Fix(
+                setting=_text(with_section_values(self._config, setting)),
+                gain_db=plan_sqnr - self._whole,
+                gain_alone_db=gain,
+            )
+            for setting, plan, plan_sqnr in self._measured_candidates
+            if plan_sqnr - self._whole >= _LEAST_GAIN_DB / 2
             and group in operands_of(plan)
             and math.isfinite(gain := self.sqnr(plan, group) - alone)
             and gain >= _LEAST_GAIN_DB
@@ -191,7 +195,7 @@ class _Trial:
         gain = self.sqnr(remaining) - self._whole
         if gain < _LEAST_GAIN_DB / 2:
             return []
-        setting = whole_setting(self._config, {"exclude": {"sites": sites}})
+        setting = with_section_values(self._config, {"exclude": {"sites": sites}})
         return [Fix(setting=_text(setting), gain_db=gain, gain_alone_db=math.inf)]
 
     def _notes(self, group: str, findings: tuple[str, ...]) -> tuple[str, ...]:

@@ -269,7 +269,7 @@ def budget_outcome(
     scored = quantized_score(scores)
     if scored is None or scored.difference is None:
         last = checks[-1].drop if checks else tuning
-        return BudgetOutcome(asked=budget, tuning=tuning, verdict="met" if last <= budget else "not met")
+        return BudgetOutcome(max_drop=budget, tuning_drop=tuning, verdict="met" if last <= budget else "not met")
     # The difference of scores is a gain if higher scores are better.
     sign = -1 if scored.higher_is_better else 1
     drop = sign * scored.difference
@@ -277,10 +277,10 @@ def budget_outcome(
     verdict = "met" if drop <= budget else "not met"
     noisy = low <= budget < high
     return BudgetOutcome(
-        asked=budget,
-        tuning=tuning,
-        which=scored.which,
-        evaluation=drop,
+        max_drop=budget,
+        tuning_drop=tuning,
+        form=scored.form,
+        evaluation_drop=drop,
         interval=None if scored.interval is None else (low, high),
         verdict=f"{verdict}, within noise" if noisy else verdict,
     )

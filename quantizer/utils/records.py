@@ -681,7 +681,7 @@ def group_rows(
                 sqnr_alone_db=alone.get(group),
                 low_us=sum(entry.low_us for entry in known) if known else None,
                 float_us=sum(entry.float_us for entry in known) if known else None,
-                in_float=not quantized & set(some),
+                in_float=not quantized & set(members),
             )
         )
     return tuple(sorted(rows, key=lambda row: (row.error is None, -(row.error or 0), row.cost_us or 0)))

@@ -45,7 +45,7 @@ def test_validate_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows
     run: dict[str, Any] = tiny_run(tmp_path)
     run["data"]["tuning"] = {"name": "text-csv", "path": str(tmp_path / "calibration.csv")}
     if rows is not None:
-        run["data"]["tuning"]["rows"] = rows
+        run["data"]["tuning"]["samples"] = rows
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({**run, "amp": {}, "fallback": {"max_drop": 0.002}}))
     assert main(["validate", str(file)]) == 0

@@ -149,7 +149,7 @@ def test_what_was_converted_is_shown_compared_and_run(
         quantization = read_json(folder / "config.json")["quantization"]
         assert "fallback(max_drop=0.5)" in quantization["reason"]
         (check,) = quantization["budget"]
-        assert check["rows"] == len(load_examples("text-csv", path=place.folder / "calibration.csv")) // 3
+        assert check["samples"] == len(load_examples("text-csv", path=place.folder / "calibration.csv")) // 3
         # Which one it is depends on how busy the machine is.
         level = verdict_of(read_record(folder / "report.json")).level
         assert f"<strong>{level.capitalize()}" in (folder / "report.html").read_text(encoding="utf-8")

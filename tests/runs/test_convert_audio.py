@@ -48,7 +48,7 @@ def test_a_classifier_is_converted_and_serves(place: Path, monkeypatch: pytest.M
     assert [(one["name"], one["shape"]) for one in config["inputs"]] == [("input_values", ["batch", 64, 32])]
     assert config["quantization"]["sites"]["linear"] == [7, 7]
     scores = read_json(folder / "report.json")["scores"]
-    assert [(one["form"], one["metric"], one["rows"]) for one in scores] == [
+    assert [(one["form"], one["metric"], one["samples"]) for one in scores] == [
         (which, "accuracy", 6) for which in ("float", "proxy", "engine")
     ]
     rows = load_examples("audio-folder", path=place / "test")[:4]

@@ -70,12 +70,12 @@ def test_what_differs_from_a_conversion_of_texts(place: Path, name: str, sites: 
         ("pixel_values", "float32", ["batch", 3, SIZE, SIZE]),
         ("logits", "float32", ["batch", len(CLASSES)]),
     ]
-    assert config["quantization"]["rows"] == 12
+    assert config["quantization"]["samples"] == 12
     assert {kind: config["quantization"]["sites"][kind] for kind in sites} == sites
     assert {(check["batch"], check["sequence"]) for check in config["checks"]} >= {(1, None), (2, None), (4, None)}
     latencies = (record["latency"], *record["other_latencies"])
     assert [(one["batch"], one["sequence"]) for one in latencies] == [(2, None), (1, None), (4, None)]
-    assert {(score["metric"], score["rows"]) for score in record["scores"]} == {("accuracy", 12)}
+    assert {(score["metric"], score["samples"]) for score in record["scores"]} == {("accuracy", 12)}
     assert record["scores"][0]["value"] > (0.5 if name == "resnet" else 0)
 
 

@@ -173,13 +173,13 @@ def test_what_is_written_is_compared_token_by_token(converted: Path) -> None:
     config = read_json(converted / "config.json")
     assert config["quantization"]["sites"]["linear"] == [17, 17]
     assert 0.5 < config["quantization"]["multiply_adds"] <= 1
-    assert (config["quantization"]["rows"], config["tokens"]) == (36, 6)
+    assert (config["quantization"]["samples"], config["tokens"]) == (36, 6)
     steps = config["generated"]["checks"]
     assert {(one["batch"], one["sequence"]) for one in steps} == {(1, 4), (2, 8), (4, 16)}
     assert all(one["sqnr_db"] > 30 for one in steps)
     for name in ("proxy", "engine"):
         agreement = config["generated"]["agreement"][name]
-        assert agreement["rows"] == 3
+        assert agreement["samples"] == 3
         assert 0 <= agreement["texts"] <= agreement["tokens"] <= 1
     assert {one.form for one in read_record(converted / "report.json").agreement} == {"proxy", "engine"}
 

@@ -348,7 +348,7 @@ def test_a_loader_with_labels_and_no_end() -> None:
             yield _images()[0], torch.zeros(4, dtype=torch.int64)
 
     result = _quantize(_net(), endless(), rows=32)
-    assert result.record.config["data"]["calibration"]["rows"] == 32
+    assert result.record.config["data"]["calibration"]["samples"] == 32
 
 
 def test_a_format_of_a_later_opset(monkeypatch: pytest.MonkeyPatch) -> None:

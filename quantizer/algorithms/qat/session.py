@@ -145,8 +145,8 @@ def has_gradient(parameters: Iterable[Tensor]) -> bool:
 Example = TypeVar("Example")
 
 
-def own_rows(rows: Sequence[Row]) -> tuple[Sequence[Row], float]:
-    """Return this process's rows of a batch, and their share; with fewer rows than processes, each gets all."""
+def own_examples(examples: Sequence[Example]) -> tuple[Sequence[Example], float]:
+    """Return this process's examples of a batch, and their share; with fewer examples than processes, each gets all."""
     size = get_world_size()
     if len(examples) < size:
         return examples, 1 / size

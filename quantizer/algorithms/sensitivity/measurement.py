@@ -125,7 +125,7 @@ class Measurement:
         # Sites are quantized during the measurement, so passes of other threads must wait.
         with self._lock:
             self._thread, self._inputs = threading.get_ident(), None
-            before = Held(proxy)
+            before = SavedState(proxy)
             # Copies, because the model may write into its inputs.
             result = on_own_tensors(run)()
             if self._inputs is not None:
