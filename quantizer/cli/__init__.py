@@ -1,4 +1,4 @@
-"""Command line: one small class per verb, and the entry point that runs one."""
+"""The command line ``quantizer``: one class per command, and the entry point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quantizer check``: check of a Q/DQ file against the rules of a target."""
+"""``quantizer check``: checks a Q/DQ ONNX file against the rules of a target."""
 
 from __future__ import annotations
 
@@ -18,67 +18,65 @@ _SHOWN = 3
 
 
 class Check:
-    """Verb that reports what a target refuses, or runs slower or less exactly than it could, and what to change."""
+    """Command that reports what a target rejects, runs slowly or runs inaccurately, and how to fix it."""
 
     name = "check"
-    help = "hold a quantized ONNX file, of any tool, to a target's rules"
-    rest: str | None = None
+    help = "check a quantized ONNX file of any tool against the rules of a backend"
+    list_argument: str | None = None
     epilog = """\
 example:
   quantizer check model.onnx --target tensorrt
   error [unconverted-float32] 1 place
-      all 49 MatMul, Gemm and Conv nodes have float32 tensors: tensorrt uses the types of the graph, so
-      non-quantized operations run in float32
+      all 49 products have float32 tensors: tensorrt builds what the graph says, so everything that is not
+      quantized runs in float32, without a word
     -> convert the model to float16 before export, scales included
   model.onnx: 1 error, 0 warnings
 
-The exit code is 1 where there is an error, and 0 where there are warnings at most. docs/check.md explains the rules."""
+The exit code is 1 if there is an error, and 0 if there are only warnings. docs/check.md explains the rules."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("file", metavar="FILE", type=Path, help="ONNX file")
-        parser.add_argument(
-            "--target", metavar="NAME", required=True, help="backend that it is meant for: tensorrt, ..."
-        )
-        parser.add_argument("--all", action="store_true", help=f"list every place, not the first {_SHOWN} of a rule")
+        parser.add_argument("--target", metavar="NAME", required=True, help="backend of the file: tensorrt, ...")
+        parser.add_argument("--all", action="store_true", help=f"list all places, not only the first {_SHOWN} per rule")
 
     def __call__(self, args: Namespace, console: Console) -> int:
-        # Imported here because the other verbs need no numpy.
+        # Imported here because the other commands do not need numpy.
         from quantizer.check import check_file
 
         findings = check_file(args.file, args.target)
         for _, group in groupby(findings, key=lambda finding: (finding.severity, finding.rule)):
             _print(list(group), args.all, console)
         errors = sum(finding.severity == "error" for finding in findings)
-        said = (
+        summary = (
             f"{_counted(errors, 'error')}, {_counted(len(findings) - errors, 'warning')}" if findings else "no finding"
         )
-        console.print(f"{args.file}: {said}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{args.file}: {summary}", markup=False, highlight=False, soft_wrap=True)
         return 1 if errors else 0
 
 
-def _print(findings: list[Finding], every: bool, console: Console) -> None:
-    """Print the findings of one rule: its name, and the places that break it."""
+def _print(findings: list[Finding], show_all: bool, console: Console) -> None:
+    """Print the findings of one rule with their places and the advice."""
     first = findings[0]
     style = "red" if first.severity == "error" else "yellow"
     head = f"{first.severity} [{first.rule}] {_counted(len(findings), 'place')}"
     console.print(head, style=style, markup=False, highlight=False)
-    shown = findings if every else findings[:_SHOWN]
+    listed = findings if show_all else findings[:_SHOWN]
     # Advice that all findings share is printed once.
-    advices = list(dict.fromkeys(finding.advice for finding in shown))
-    for finding in shown:
+    advices = list(dict.fromkeys(finding.advice for finding in listed))
+    for finding in listed:
         if finding.node:
             console.print(f"  {finding.node}", style="bold", markup=False, highlight=False, soft_wrap=True)
         _say(finding.problem, 4, console)
         if len(advices) > 1:
             _say(f"-> {finding.advice}", 4, console)
-    if len(findings) > len(shown):
-        console.print(f"  ... and {len(findings) - len(shown)} more", markup=False, highlight=False)
+    if len(findings) > len(listed):
+        console.print(f"  ... and {len(findings) - len(listed)} more", markup=False, highlight=False)
     if len(advices) == 1:
         _say(f"-> {advices[0]}", 2, console)
 
 
 def _say(text: str, indent: int, console: Console) -> None:
-    """Print a text in lines of the terminal's width; a longer word is not broken, so that it can be copied."""
+    """Print a text wrapped to the terminal; long words are not broken, so that they can be copied."""
     space = " " * indent
     lines = textwrap.wrap(
         text,

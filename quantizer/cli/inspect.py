@@ -1,4 +1,4 @@
-"""``quantizer inspect``: the sites that would be quantized, before any calibration."""
+"""``quantizer inspect``: lists the sites that a run would quantize, without calibration."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quantizer.config import RunConfig, load_run
 
 
 class Inspect:
-    """Verb that loads the model of a run file and shows its sites."""
+    """Command that loads the model of a run file and lists its sites."""
 
     name = "inspect"
-    help = "show which sites of the model a YAML file would quantize, and why not the others"
-    rest: str | None = "overrides"
+    help = "list the sites of a model that a YAML file would quantize, and why others are not quantized"
+    list_argument: str | None = "overrides"
     epilog = """\
 example:
   quantizer inspect configs/minilm-sentiment-int8.yaml quantizer.sites.matmul=false --diff"""
@@ -23,7 +23,9 @@ example:
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
         parser.add_argument("overrides", metavar="key=value", nargs="*", help=OVERRIDES_HELP)
-        parser.add_argument("--diff", action="store_true", help="also print the rewritten source as a unified diff")
+        parser.add_argument(
+            "--diff", action="store_true", help="also print the rewritten source code as a unified diff"
+        )
 
     def __call__(self, args: Namespace, console: Console) -> int:
         config = load_run(args.config, args.overrides)
@@ -32,19 +34,19 @@ example:
 
 
 def inspect_model(config: RunConfig, diff: bool, console: Console) -> None:
-    """Print what would be quantized in the model, or with ``diff`` also the rewritten source."""
-    # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
+    """Print the sites that would be quantized, and with ``diff`` also the rewritten source code."""
+    # Imported here, so that a mistake in the file is reported before these slow imports.
     from rich.syntax import Syntax
 
     from quantizer.pipeline.function_source import returned_module
     from quantizer.quantizer import Quantizer
     from quantizer.tasks import load_model
 
-    named = config.model
-    if named.task is None:
-        model = returned_module(named)
+    model_config = config.model
+    if model_config.task is None:
+        model = returned_module(model_config)
     else:
-        model = load_model(named.source, named.task, named.attention, named.texts)
+        model = load_model(model_config.source, model_config.task, model_config.attention, model_config.texts)
     quantizer = Quantizer(config.quantizer)
     console.print(quantizer.inspect(model).text(), markup=False, highlight=False, soft_wrap=True)
     if diff and console.is_terminal:

@@ -1,7 +1,7 @@
-"""``quantizer``: the verbs, and the script that completes them in a shell.
+"""Entry point of ``quantizer``: parses the command line, runs a command, and handles signals.
 
-Exit codes: 0 success; 1 an error that the message explains; 2 wrong usage; 130 ended by Ctrl-C, 143 by SIGTERM, 129 by
-SIGHUP, all with the same cleanup.
+Exit codes: 0 success, 1 an error with a message, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP. Temporary files
+are removed in all cases.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from quantizer.plan.targets import AUTO, profiles
 _SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 _FILES = {"config", "overrides", "model", "weights", "calibration", "tuning", "evaluation"}
-"""Arguments that may name a file and are texts."""
+"""Text arguments that may name a file."""
 
 
 class Completion:
-    """Verb that prints the completion script of a shell, which shtab makes from the parser."""
+    """Command that prints a shell completion script, which shtab generates from the parser."""
 
     name = "completion"
-    help = "print what makes bash, zsh, fish or tcsh complete verbs, options, files and backends"
-    rest: str | None = None
+    help = "print the completion script for bash, zsh, fish or tcsh"
+    list_argument: str | None = None
     epilog = """\
 example:
   quantizer completion bash
 
-The line  eval "$(quantizer completion bash)"  in ~/.bashrc loads it into every shell, or with zsh in ~/.zshrc, after
-compinit. With fish, write it to ~/.config/fish/completions/quantizer.fish."""
+To load it into every shell, add  eval "$(quantizer completion bash)"  to ~/.bashrc. For zsh, add the line to ~/.zshrc
+after compinit. For fish, write the script to ~/.config/fish/completions/quantizer.fish."""
 
     def __init__(self, verbs: Sequence[Verb]) -> None:
         self._verbs = verbs
@@ -55,7 +55,7 @@ compinit. With fish, write it to ~/.config/fish/completions/quantizer.fish."""
         parser.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=f"one of {', '.join(_SHELLS)}")
 
     def __call__(self, args: Namespace, console: Console) -> int:
-        # Imported here because no other verb needs it.
+        # Imported here because no other command needs it.
         import shtab
 
         parser = parser_of([*self._verbs, self])
@@ -64,13 +64,13 @@ compinit. With fish, write it to ~/.config/fish/completions/quantizer.fish."""
                 action.choices = [AUTO, *profiles.names()] if action.dest == "backend" else profiles.names()
             elif action.type is Path or action.dest in _FILES:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-        # Not by the console, which breaks lines at the width of the terminal.
+        # Not printed by the console, which would break lines at the width of the terminal.
         print(shtab.complete(parser, args.shell))
         return 0
 
 
 def _actions(parser: ArgumentParser) -> Iterator[Action]:
-    """Yield the arguments of a parser and of those of its verbs."""
+    """Yield all arguments of a parser and its subparsers."""
     for action in parser._actions:
         if isinstance(action.choices, dict):
             for below in action.choices.values():
@@ -80,13 +80,13 @@ def _actions(parser: ArgumentParser) -> Iterator[Action]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: a supervisor or a shutdown ends the process."""
+    """Raised on SIGTERM, when a supervisor or a shutdown ends the process."""
 
     number = signal.SIGTERM
 
 
 class HungUp(Terminated):
-    """SIGHUP: the process lost its terminal."""
+    """Raised on SIGHUP, when the process loses its terminal."""
 
     number = signal.SIGHUP
 
@@ -96,31 +96,31 @@ _KINDS = {kind.number: kind for kind in (Terminated, HungUp)}
 
 @contextmanager
 def end_as_on_ctrl_c() -> Iterator[None]:
-    """Raise ``Terminated`` on the first SIGTERM or SIGHUP, and ignore later ones, which would stop the cleanup.
+    """Raise ``Terminated`` on the first SIGTERM or SIGHUP, and ignore later signals, which would stop the cleanup.
 
-    A signal that has another handler, or is ignored as under ``nohup``, keeps its handling.
+    Signals with another handler, or ignored as under ``nohup``, are left alone.
     """
-    process, told = os.getpid(), False
+    process, raised = os.getpid(), False
 
     def end(number: int, _: FrameType | None) -> None:
-        nonlocal told
+        nonlocal raised
         if os.getpid() != process:
-            # A forked worker inherits this handler; its sender expects the default action, which ends the process.
+            # A forked worker inherits this handler, but the sender expects the default action: the process ends.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif not told:
-            told = True
+        elif not raised:
+            raised = True
             raise _KINDS[signal.Signals(number)]
 
-    ours: list[signal.Signals] = []
+    handled: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():
-        ours = [number for number in _KINDS if signal.getsignal(number) is signal.SIG_DFL]
+        handled = [number for number in _KINDS if signal.getsignal(number) is signal.SIG_DFL]
     try:
-        for number in ours:
+        for number in handled:
             signal.signal(number, end)
         yield
     finally:
-        for number in ours:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
 
 
@@ -129,7 +129,7 @@ VERBS: tuple[Verb, ...] = (*_WORKING, Completion(_WORKING))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command."""
+    """Run one command and return its exit code."""
     try:
         verb, args = _parse(argv)
     except SystemExit as stop:
@@ -141,19 +141,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_out_of_memory(error):
             raise
         first = (str(error).splitlines() or ["MemoryError"])[0]
-        print_error(QuantizerError(f"there is too little memory: use smaller batches, or a smaller model ({first})"))
+        print_error(QuantizerError(f"there is too little memory: use smaller batches or a smaller model ({first})"))
         return 1
     except KeyboardInterrupt as stop:
         name, number = ("terminated", stop.number) if isinstance(stop, Terminated) else ("interrupted", signal.SIGINT)
-        # Printing fails if the terminal is gone.
+        # Printing fails if the terminal is closed.
         with suppress(OSError):
-            what = stop.args[0] if stop.args else "nothing was written"
-            print(f"{name}: {what}", file=sys.stderr)
+            outcome = stop.args[0] if stop.args else "nothing was written"
+            print(f"{name}: {outcome}", file=sys.stderr)
         return 128 + number
 
 
 def _carried_out(verb: Verb, args: Namespace) -> int:
-    """Carry out a verb; an error is printed here, where the SIGTERM that torchrun sends then cannot keep it back."""
+    """Run a command and print its error here, before a SIGTERM of torchrun can prevent it."""
     try:
         with standard_output():
             return verb(args, Console())
@@ -165,9 +165,9 @@ def _carried_out(verb: Verb, args: Namespace) -> int:
 def _parse(argv: Sequence[str] | None) -> tuple[Verb, Namespace]:
     args, more = parser_of(VERBS).parse_known_args(argv)
     chosen: Verb = args.verb
-    # argparse ends a list of arguments at the first option; arguments after the option belong to the list too.
-    if more and (chosen.rest is None or any(word.startswith("-") for word in more)):
+    # argparse ends a list of arguments at the first option. Arguments after the option also belong to the list.
+    if more and (chosen.list_argument is None or any(word.startswith("-") for word in more)):
         args.parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if more and chosen.rest is not None:
-        setattr(args, chosen.rest, [*getattr(args, chosen.rest), *more])
+    if more and chosen.list_argument is not None:
+        setattr(args, chosen.list_argument, [*getattr(args, chosen.list_argument), *more])
     return chosen, args

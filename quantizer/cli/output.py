@@ -1,7 +1,4 @@
-"""Output of the commands, and their refusal under a launcher of several processes.
-
-The interface of a verb of the command line, and the parser of several verbs.
-"""
+"""The interface of a command (``Verb``), the parser of all commands, and their error output."""
 
 from __future__ import annotations
 
@@ -22,23 +19,23 @@ from quantizer.utils.child_process import launched
 
 
 def require_one_process(command: str) -> None:
-    """Raise if a launcher such as ``torchrun`` started this process as one of several."""
+    """Raise if a launcher such as ``torchrun`` started several processes of this command."""
     rank, size = launched()
     if size > 1:
         raise QuantizerError(
-            f"{command} is one process, and this is rank {rank} of {size}: each would do the whole work, into the same "
-            "folder. Start it without torchrun, under which one  quantizer run CONFIG  works in several processes"
+            f"{command} runs in one process, and this is rank {rank} of {size}: every process would write the same "
+            "folder. Start it without torchrun; only  quantizer run CONFIG  works in several processes"
         )
 
 
 _WORDS = 2
-"""How many words of an error are explained at most."""
+"""Maximum number of glossary terms explained below an error."""
 
 
 def print_error(error: QuantizerError) -> None:
-    """Print ``error: ...`` on standard error, without a traceback, and then what unusual words in it mean.
+    """Print ``error: ...`` on standard error without a traceback, and explain glossary terms in it.
 
-    Of several processes, all but the first name themselves.
+    With several processes, every rank but the first prints its number.
     """
     rank, _ = launched()
     print(f"{'' if rank in ('0', '?') else f'rank {rank}: '}error: {visible(str(error))}", file=sys.stderr)
@@ -48,12 +45,12 @@ def print_error(error: QuantizerError) -> None:
 
 @contextmanager
 def standard_output() -> Iterator[None]:
-    """Let standard output take every character, and raise an error of ours where it takes nothing more."""
+    """Escape characters that standard output cannot encode, and raise ``QuantizerError`` if it cannot be written."""
     stream = sys.stdout
     if stream is None:
         yield
         return
-    # What the encoding of the terminal lacks, as that of LC_ALL=C does, is written as an escape.
+    # With LC_ALL=C, for example, the encoding lacks characters.
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
     refusals: list[OSError] = []
@@ -64,21 +61,21 @@ def standard_output() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except (OSError, QuantizerError) as error:
-        # What was printed during the work is told as an error of the work.
+        # An error while printing may arrive as the cause of another error.
         refused = error.__cause__ if isinstance(error, QuantizerError) else error
-        if not isinstance(refused, OSError) or not any(refused is one for one in refusals):
+        if not isinstance(refused, OSError) or not any(refused is refusal for refusal in refusals):
             raise
-        # Python would try again at its end, and print a second error.
+        # Python would flush again at exit and print a second error.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise QuantizerError(
-            f"standard output takes nothing more: {refused.strerror}; make room, or write to another place"
+            f"cannot write to standard output: {refused.strerror}; free some space, or redirect the output"
         ) from error
 
 
 @contextmanager
 def _watched(stream: TextIO, refusals: list[OSError]) -> Iterator[None]:
-    """Collect the errors with which a stream refuses what is written, so that no other error is taken for one."""
+    """Collect the write errors of a stream, to tell them from other errors."""
 
     def watched(method: Callable[..., int | None]) -> Callable[..., int | None]:
         def call(*args: Any) -> int | None:
@@ -90,42 +87,40 @@ def _watched(stream: TextIO, refusals: list[OSError]) -> Iterator[None]:
 
         return call
 
-    # The stream itself stays, as others hold it.
-    held = vars(stream)
-    before = dict(held)
-    held.update(write=watched(stream.write), flush=watched(stream.flush))
+    # The stream object stays the same, because other code refers to it.
+    attributes = vars(stream)
+    original = dict(attributes)
+    attributes.update(write=watched(stream.write), flush=watched(stream.flush))
     try:
         yield
     finally:
-        del held["write"], held["flush"]
-        held.update({name: before[name] for name in ("write", "flush") if name in before})
+        del attributes["write"], attributes["flush"]
+        attributes.update({name: original[name] for name in ("write", "flush") if name in original})
 
 
-OVERRIDES_HELP = (
-    "set a key of CONFIG (the value is YAML), or remove one with ~key: quantizer.backend=openvino ~fallback"
-)
+OVERRIDES_HELP = "set a key of CONFIG to a YAML value, or remove it with ~key: quantizer.backend=openvino ~fallback"
 
 
 class Verb(Protocol):
-    """A verb of the command line: ``quantizer NAME ...``."""
+    """A command: ``quantizer NAME ...``."""
 
     name: str
-    """The verb's name on the command line."""
+    """The name of the command."""
 
     help: str
-    """A line for the list of verbs, with which the verb's own help starts too."""
+    """One line for the list of commands, and the first line of the command's help."""
 
     epilog: str
-    """Working examples, and further notes, at the end of the verb's help."""
+    """Examples and notes at the end of the command's help."""
 
-    rest: str | None
-    """The list argument that also takes arguments after an option, which argparse would refuse; None: there is none."""
+    list_argument: str | None
+    """The list argument that also accepts values after an option, which argparse would reject; None without one."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Declare the arguments of the verb."""
+        """Declare the arguments of the command."""
 
     def __call__(self, args: Namespace, console: Console) -> int:
-        """Run the verb.
+        """Run the command.
 
         Args:
             args: the parsed arguments.
@@ -135,20 +130,20 @@ class Verb(Protocol):
             The exit code.
 
         Raises:
-            QuantizerError: an error that the user can correct; its message is printed.
+            QuantizerError: an error that the user can fix; its message is printed.
         """
 
 
 def parser_of(verbs: Sequence[Verb]) -> ArgumentParser:
-    """Return the parser of the command line; it sets ``verb``, and ``parser`` to the verb's own parser."""
+    """Return the parser of the command line; it sets ``verb`` to the command and ``parser`` to its subparser."""
     parser = ArgumentParser(
         prog="quantizer",
-        description="INT8 for PyTorch models on TensorRT and CPU engines: calibrated, measured, explained.",
-        epilog="`quantizer VERB --help` shows the arguments of a verb, and an example.",
+        description="Post-training INT8 quantization of PyTorch models for TensorRT and CPU engines.",
+        epilog="`quantizer COMMAND --help` shows the arguments of a command, and an example.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for verb in verbs:
         about = f"{verb.help[0].upper()}{verb.help[1:]}."
         below = subparsers.add_parser(

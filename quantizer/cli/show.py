@@ -1,4 +1,4 @@
-"""``quantizer show``: the result of a finished run, or the precision of an engine's layers."""
+"""``quantizer show``: prints the result of a finished run, or the precision of an engine's layers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quantizer.utils.paths import is_file, is_folder
 
 
 class Show:
-    """Verb that prints the summary of the report in a run folder, or the contents of an engine or ONNX file."""
+    """Command that prints the report of a run folder, or the layers of an engine or ONNX file."""
 
     name = "show"
-    help = "print the result of a finished run, or what an engine runs in which precision"
-    rest: str | None = None
+    help = "print the result of a finished run, or the precision of an engine's layers"
+    list_argument: str | None = None
     epilog = """\
 examples:
   quantizer show runs/minilm-sentiment-int8
@@ -27,24 +27,24 @@ examples:
   quantizer show runs/minilm-sentiment-int8/model.engine
   quantizer show model.onnx --backend onnxruntime
 
-Of the folder of a sweep, the commands that show its runs are printed.
+For the folder of a sweep, the commands that show its runs are printed.
 
-An engine is run on made-up inputs. One that cannot run here is not verified: what the ONNX file of its name asks for is
-printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
+An engine file is run on generated inputs. If it cannot run on this machine, the precisions that its ONNX file requests
+are printed instead, unverified. An ONNX file without --backend shows the precisions that its Q/DQ nodes request."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("path", metavar="PATH", type=Path, help="folder of a run, an engine file or an ONNX file")
+        parser.add_argument("--backend", metavar="NAME", help="backend of the engine (default: read from the file)")
+        parser.add_argument("--batch", metavar="N", type=int, default=8, help="samples per batch (default: 8)")
+        parser.add_argument("--sequence", metavar="N", type=int, default=128, help="tokens per text (default: 128)")
         parser.add_argument(
-            "path", metavar="PATH", type=Path, help="folder that `quantizer run` wrote, an engine file or an ONNX file"
+            "--layers", action="store_true", help="for a run: precisions and slowest layers of its engine"
         )
-        parser.add_argument("--backend", metavar="NAME", help="whose engine it is (default: what the file says)")
-        parser.add_argument("--batch", metavar="N", type=int, default=8, help="samples in a batch (default: 8)")
-        parser.add_argument("--sequence", metavar="N", type=int, default=128, help="tokens in a sample (default: 128)")
+        parser.add_argument("--threads", metavar="N", type=int, default=1, help="CPU threads (default: 1)")
         parser.add_argument(
-            "--layers", action="store_true", help="of a run: its engine's precisions and slowest layers"
-        )
-        parser.add_argument("--threads", metavar="N", type=int, default=1, help="threads of the CPU (default: 1)")
-        parser.add_argument(
-            "--trust", action="store_true", help="run the native code of a compiled torch engine: you know who built it"
+            ("--trust"),
+            action="store_true",
+            help="run the native code of a compiled torch engine; use it only for engines that you trust",
         )
 
     def __call__(self, args: Namespace, console: Console) -> int:
@@ -55,8 +55,8 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
             from quantizer.report.terminal import print_inspection
 
             sizes = InputSizes(args.batch, args.sequence)
-            found = inspect_file(path, args.backend, threads=args.threads, sizes=sizes, trust=args.trust)
-            print_inspection(found, console)
+            inspection = inspect_file(path, args.backend, threads=args.threads, sizes=sizes, trust=args.trust)
+            print_inspection(inspection, console)
             return 0
         if not is_file(path / "report.json"):
             from quantizer.report.compare import run_folders
@@ -64,9 +64,9 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
             if runs := run_folders(path):
                 _print_runs(path, runs, console)
                 return 0
-            what = "holds no report.json" if is_folder(path) else "is no folder"
+            problem = "does not contain report.json" if is_folder(path) else "is not a folder"
             raise QuantizerError(
-                f"{path} {what}; expected a folder that `quantizer run` wrote, such as runs/NAME, or an engine file"
+                f"{path} {problem}; expected the folder of a run, such as runs/NAME, or an engine file"
             )
         if args.layers:
             from quantizer.report.terminal import print_layers
@@ -80,8 +80,8 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
 
 
 def _print_runs(folder: Path, runs: Sequence[Path], console: Console) -> None:
-    """Print the commands that compare the runs in a folder, and that show each."""
-    lines = [f"{folder} holds {len(runs)} finished {'run' if len(runs) == 1 else 'runs'}:"]
+    """Print the commands that show and compare the runs in a folder."""
+    lines = [f"{folder} contains {len(runs)} finished {'run' if len(runs) == 1 else 'runs'}:"]
     lines += [f"  quantizer show {shlex.quote(str(run))}" for run in runs]
     lines += [f"  quantizer compare {shlex.quote(str(folder))}"] if len(runs) > 1 else []
     for line in lines:

@@ -1,4 +1,4 @@
-"""``quantizer validate``: all problems of YAML files, and of what their runs need here."""
+"""``quantizer validate``: lists all problems of YAML files, and of what their runs need on this machine."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from quantizer.errors import ConfigError, QuantizerError
 
 
 class Validate:
-    """Verb that checks run files without running them.
+    """Command that checks run files without running them.
 
-    First keys, types, names, and values that contradict each other; then what the run needs: packages, data and labels,
-    the checkpoint, the output folder, and what the engine asks of this machine. ``quantizer run`` begins with the same.
+    It checks the file first, then what the run needs: packages, data and labels, the checkpoint, the output folder and
+    the machine. ``quantizer run`` starts with the same checks.
     """
 
     name = "validate"
-    help = "check YAML files and what their runs need here: lists every problem, estimates memory"
-    rest: str | None = "overrides"
+    help = "check YAML files and what their runs need on this machine, and estimate memory"
+    list_argument: str | None = "overrides"
     epilog = """\
 example:
   quantizer validate --file-only configs/minilm-sentiment-int8.yaml quantizer.backend=torch
@@ -40,13 +40,13 @@ example:
             "overrides",
             metavar="key=value",
             nargs="*",
-            help=f"{OVERRIDES_HELP}; as for `run`, and more files (.yaml) are checked, too",
+            help=f"{OVERRIDES_HELP}; as for `run`; further .yaml files are also checked",
         )
         parser.add_argument("-v", "--verbose", action="store_true", help="print each file with all defaults filled in")
         parser.add_argument(
             "--file-only",
             action="store_true",
-            help="check the file alone, not the data, the packages, the checkpoint, the folder and this machine",
+            help="check only the file, not packages, data, checkpoint, output folder and machine",
         )
 
     def __call__(self, args: Namespace, console: Console) -> int:
@@ -64,7 +64,7 @@ example:
             try:
                 for config in configs if args.file_only or runs else ():
                     check_run(config)
-                told = [] if args.file_only else _sweep_checked_here(runs) if runs else _checked_here(configs[0])
+                notes = [] if args.file_only else _sweep_checked_here(runs) if runs else _checked_here(configs[0])
             except ConfigError as error:
                 print_error(error)
                 code = 1
@@ -74,7 +74,7 @@ example:
                 code = 1
                 continue
             console.out(f"ok: {path}{f', {len(runs)} runs' if runs else ''}", highlight=False)
-            for line in told:
+            for line in notes:
                 console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
             if args.verbose:
                 console.out("\n".join(map(dump_yaml, configs)), highlight=False)
@@ -82,20 +82,20 @@ example:
 
 
 def _with_others(error: ConfigError, path: str, overrides: Sequence[str]) -> ConfigError:
-    """Return the problems of a file with what can be told of the sections that have none."""
+    """Return the problems of an invalid file, with further problems found by checking its valid sections."""
     from quantizer.pipeline.preflight import faults_of
 
     try:
         others = faults_of(valid_sections(path, overrides))
     except ConfigError:
-        # It cannot be read, or an override has several values.
+        # The file cannot be read, or an override has several values.
         return error
-    told = "\n".join(error.problems)
-    return ConfigError([*error.problems, *(f"{path}: {other}" for other in others if other not in told)])
+    known = "\n".join(error.problems)
+    return ConfigError([*error.problems, *(f"{path}: {other}" for other in others if other not in known)])
 
 
 def _sweep_checked_here(runs: Sequence[SweepRun]) -> list[str]:
-    """Check what the runs of a sweep need here, and return notes."""
+    """Check what the runs of a sweep need on this machine, and return notes."""
     from quantizer.pipeline.sweep import ready_to_sweep
 
     ready = ready_to_sweep(runs)
@@ -105,8 +105,8 @@ def _sweep_checked_here(runs: Sequence[SweepRun]) -> list[str]:
 
 
 def _checked_here(config: RunConfig) -> list[str]:
-    """Check what a run needs here, and return notes and an estimate."""
-    # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
+    """Check what a run needs on this machine, and return notes and an estimate."""
+    # Imported here, so that a mistake in the file is reported before these slow imports.
     from quantizer.pipeline.preflight import configured_warnings, ready_to_run
     from quantizer.pipeline.run import RUN
 

@@ -1,4 +1,4 @@
-"""Expected and given values of a configuration at a path, in the words of an error message."""
+"""Descriptions of configuration keys for error messages: accepted values, similar names and paths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OTHER_NAMES = {
     "text-classification": "sequence-classification",
     "zero-shot-classification": "sequence-classification",
 }
-"""Common names that are too different from ours for a search by letters, or nearer to another one of ours."""
+"""Synonyms of our names that a search by spelling misses or matches wrongly."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -58,26 +58,26 @@ class Slot:
     @classmethod
     def of(cls, annotation: Any, metadata: Sequence[Any] = ()) -> Slot:
         """Return the slot of a type annotation in a schema."""
-        found = list(metadata)
+        constraints = list(metadata)
         nullable = False
         while True:
             if get_origin(annotation) is Annotated:
                 annotation, *extra = get_args(annotation)
-                found += extra
+                constraints += extra
             elif get_origin(annotation) in (Union, UnionType):
-                kept = [kind for kind in get_args(annotation) if kind is not NoneType]
-                nullable = len(kept) < len(get_args(annotation))
-                annotation = kept[0]
+                types = [kind for kind in get_args(annotation) if kind is not NoneType]
+                nullable = len(types) < len(get_args(annotation))
+                annotation = types[0]
             else:
-                return cls(annotation, tuple(found), nullable)
+                return cls(annotation, tuple(constraints), nullable)
 
     @property
     def section(self) -> type[Section] | None:
-        """The class of the section; None if the values are no sections."""
+        """The class of the section; None for plain values."""
         return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, Section) else None
 
     def child(self, key: str | int) -> Slot | None:
-        """Return the slot of a key of a section or of an entry of a list; None if there is none."""
+        """Return the slot of a key of a section or of an entry of a list; None if it does not exist."""
         if self.section is not None:
             field = self.section.model_fields.get(str(key))
             return None if field is None else Slot.of(field.annotation, field.metadata)
@@ -86,19 +86,19 @@ class Slot:
         return None
 
     def names(self) -> list[str]:
-        """Return the strings that are accepted: keys of a section, or names to choose from."""
+        """Return the keys of a section, or the strings that a value may be."""
         if self.section is not None:
             return list(self.section.model_fields)
         return [value for value in self._values() if isinstance(value, str)]
 
     def _values(self) -> tuple[Any, ...]:
-        """Return the values of a ``Literal`` or the names of a registry; empty for all other types."""
+        """Return the values of a ``Literal`` or the names of a registry; empty for other types."""
         if get_origin(self.annotation) is Literal:
             return get_args(self.annotation)
         return next((tuple(extra.registry) for extra in self.metadata if isinstance(extra, OneOf)), ())
 
     def expected(self) -> str:
-        """Return words that complete the sentence "expected ..."."""
+        """Return the accepted values in words, to follow "expected ..."."""
         words = next((extra.words for extra in self.metadata if isinstance(extra, Expects)), None) or self._kind()
         bounds = [_bound(extra) for extra in self.metadata if isinstance(extra, Gt | Ge | Le)]
         words += ", " + " and ".join(bounds) if bounds else ""
@@ -135,21 +135,21 @@ def paths_ending_in(schema: type[Section], name: str) -> Sequence[KeyPath]:
 
 @cache
 def _paths(schema: type[Section]) -> dict[str, list[KeyPath]]:
-    """Return every path of ``schema`` by its last key; cached, because a file may have thousands of unknown keys."""
-    found: dict[str, list[KeyPath]] = {}
-    waiting: list[tuple[KeyPath, type[Section]]] = [((), schema)]
-    while waiting:
-        above, here = waiting.pop(0)
-        for key in here.model_fields:
-            found.setdefault(key, []).append((*above, key))
-            section = Slot(here).child(key)
+    """Return all paths of ``schema`` by their last key; cached for files with thousands of unknown keys."""
+    paths: dict[str, list[KeyPath]] = {}
+    queue: list[tuple[KeyPath, type[Section]]] = [((), schema)]
+    while queue:
+        above, current = queue.pop(0)
+        for key in current.model_fields:
+            paths.setdefault(key, []).append((*above, key))
+            section = Slot(current).child(key)
             if section is not None and section.section is not None:
-                waiting.append(((*above, key), section.section))
-    return found
+                queue.append(((*above, key), section.section))
+    return paths
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the name in ``known`` that is most similar to ``name``; None if none is similar."""
+    """Return the most similar name in ``known``; None if no name is similar."""
     plain = name.lower()
     return next(iter(get_close_matches(_OTHER_NAMES.get(plain, plain), known, n=1)), None)
 
@@ -163,7 +163,7 @@ def path_text(path: KeyPath) -> str:
 
 
 def words_for(value: Any, kind: bool = True) -> str:
-    """Return ``value`` in the form of a YAML file, with long texts cut.
+    """Return ``value`` as in a YAML file, with long texts cut.
 
     Args:
         value: any value.
@@ -172,8 +172,8 @@ def words_for(value: Any, kind: bool = True) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
-        shown = repr(value if len(value) <= 60 else value[:57] + "...")
-        return f"the text {shown}" if kind else shown
+        text = repr(value if len(value) <= 60 else value[:57] + "...")
+        return f"the text {text}" if kind else text
     if isinstance(value, int | float):
         return f"the {'whole ' if isinstance(value, int) else ''}number {value}" if kind else str(value)
     if isinstance(value, Mapping):

@@ -1,8 +1,7 @@
 """Conversion of a YAML file, a mapping or keywords to a frozen configuration, and back to YAML.
 
-Validation of a draft, with all problems of all sections in one error.
-
-A configuration before validation: its values, their origins, and the problems so far.
+A ``Draft`` holds the values before validation, where each came from, and the problems so far. Validation reports all
+problems of all sections in one error.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from quantizer.plan.targets import AUTO
 from quantizer.utils.paths import is_there
 
 SWEEP = "sweep"
-"""The section of a file that makes several runs of it; see ``read_sweep``."""
+"""The section that turns one file into several runs; see ``read_sweep``."""
 
 
 def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -50,46 +49,46 @@ def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunCon
     """
     draft = _overridden(path, overrides)
     if SWEEP in draft.value:
-        text = "makes several runs, and one is expected here: `quantizer run` carries out all, ~sweep leaves it out"
+        text = "makes several runs, but this command expects one; use `quantizer run`, or ~sweep to ignore the section"
         draft.add((SWEEP,), text)
         del draft.value[SWEEP]
     return finished_run(draft, path)
 
 
 def valid_sections(path: str | PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Section]:
-    """Return the sections of a file that has problems which are valid by themselves, by name, for further checks.
+    """Return the valid sections of an invalid file by name, for further checks.
 
-    Where ``data`` is not, its own sections are there by names such as ``data.evaluation``.
+    If ``data`` is invalid, its valid subsections are returned by names such as ``data.evaluation``.
 
     Args:
-        path: the file, which ``load_run`` refuses.
-        overrides: as of ``load_run``.
+        path: the file, which ``load_run`` rejects.
+        overrides: as in ``load_run``.
 
     Raises:
         ConfigError: the file cannot be read at all.
     """
     draft = _overridden(path, overrides)
     _refuse_given_in_python(draft)
-    found = _valid(RunConfig, draft.value)
+    sections = _valid(RunConfig, draft.value)
     data = draft.value.get("data")
-    if "data" not in found and isinstance(data, dict):
-        found |= {f"data.{name}": section for name, section in _valid(DataConfig, data).items()}
-    return found
+    if "data" not in sections and isinstance(data, dict):
+        sections |= {f"data.{name}": section for name, section in _valid(DataConfig, data).items()}
+    return sections
 
 
 def _valid(schema: type[Section], value: Mapping[str, Any]) -> dict[str, Section]:
-    """Return the sections of a mapping that are valid by themselves."""
-    found: dict[str, Section] = {}
+    """Return the valid sections of a mapping by name."""
+    sections: dict[str, Section] = {}
     for name, field in schema.model_fields.items():
         section = Slot.of(field.annotation).section
         if section is not None and value.get(name) is not None:
             with suppress(ValidationError):
-                found[name] = section.model_validate(value[name])
-    return found
+                sections[name] = section.model_validate(value[name])
+    return sections
 
 
 def _overridden(path: str | PathLike[str], overrides: Sequence[str]) -> Draft:
-    """Return the draft of a run's file with the overrides."""
+    """Return the draft of a run file with the overrides applied."""
     draft = run_draft(path, read_yaml(path))
     for text in overrides:
         draft.override(text)
@@ -97,10 +96,10 @@ def _overridden(path: str | PathLike[str], overrides: Sequence[str]) -> Draft:
 
 
 def run_draft(path: str | PathLike[str], document: Document) -> Draft:
-    """Return the draft of a run's file, before any override.
+    """Return the draft of a run file, before any override.
 
     Raises:
-        ConfigError: the file holds no mapping.
+        ConfigError: the file does not hold a mapping.
     """
     draft = Draft(document.value, fspath(path), document)
     _require_section(draft, RunConfig)
@@ -108,12 +107,12 @@ def run_draft(path: str | PathLike[str], document: Document) -> Draft:
 
 
 def finished_run(draft: Draft, path: str | PathLike[str]) -> RunConfig:
-    """Return the configuration of a draft, with the defaults of the file of this path; see ``load_run``."""
+    """Return the configuration of a draft, with defaults that depend on the path; see ``load_run``."""
     _refuse_given_in_python(draft)
     draft.value.setdefault("output", f"runs/{Path(path).stem}")
     fallback = draft.value.get("fallback")
     if isinstance(fallback, dict) and fallback.get("names") is None and draft.value.get("amp") is None:
-        # What a group costs orders those to choose from.
+        # All choices except names rank the groups by their sensitivity, which amp measures.
         draft.set(("amp",), {}, "default")
     if _is_of_functions(draft.value.get("model")):
         draft.value.setdefault("data", {})
@@ -124,24 +123,24 @@ def finished_run(draft: Draft, path: str | PathLike[str]) -> RunConfig:
 
 
 def _refuse_given_in_python(draft: Draft) -> None:
-    """Raise for the configuration of a run whose model was an object in Python.
+    """Reject the configuration of a run whose model was a Python object.
 
     Raises:
-        ConfigError: it is; its other problems all come of that.
+        ConfigError: the task says so. Other problems follow from this one and are not reported.
     """
     model = draft.value.get("model")
     if isinstance(model, dict) and model.get("task") == MODULE:
         draft.add(
             ("model", "task"),
-            "is that of a model given in Python: quantize_model wrote this file, and no file can hold the model and "
-            "its batches. Call quantize_model again; or write model: {source: 'my_pkg.nets:build', inputs: "
-            "'my_pkg.data:batches'} with functions that return them, and leave out task and data",
+            "quantize_model wrote this file for a Python object, which a file cannot hold. Call quantize_model again; "
+            "or write model: {source: 'my_pkg.nets:build', inputs: 'my_pkg.data:batches'} with functions that return "
+            "the model and its batches, and leave out task and data",
         )
         raise ConfigError([draft.problems[-1][1]])
 
 
 def _is_of_functions(model: Any) -> bool:
-    """Return whether the section of a model, of whatever values, names a function, so that no data is needed."""
+    """Return whether a ``model`` section, valid or not, names a function, so that ``data`` may be missing."""
     return isinstance(model, dict) and (is_function_name(model.get("source")) or "inputs" in model)
 
 
@@ -153,7 +152,7 @@ def quantizer_config(
     Args:
         source: None for the defaults; a YAML file or a mapping, of a whole run (only its ``quantizer`` section is used)
             or of that section; or a configuration.
-        keywords: fields of ``QuantizerConfig``, which replace whole fields of ``source``:
+        keywords: fields of ``QuantizerConfig``, which replace whole fields of ``source``, such as
             ``exclude={"names": ["classifier"]}``.
 
     Raises:
@@ -166,9 +165,9 @@ def quantizer_config(
             return source
         source = source.model_dump()
     draft = _draft(source)
-    whole = draft.value if isinstance(draft.value, dict) else {}
-    # A key similar to 'quantizer' means a whole run too, so that the message suggests the correct spelling.
-    is_run = any(name in RunConfig.model_fields or nearest(str(name), ["quantizer"]) for name in whole)
+    values = draft.value if isinstance(draft.value, dict) else {}
+    # A misspelled 'quantizer' also marks a whole run, so that the message suggests the correct spelling.
+    is_run = any(name in RunConfig.model_fields or nearest(str(name), ["quantizer"]) for name in values)
     _require_section(draft, RunConfig if is_run else QuantizerConfig)
     if is_run:
         check_keys(draft.value, draft, RunConfig)
@@ -179,7 +178,7 @@ def quantizer_config(
 
 
 def fallback_config(values: Mapping[str, Any]) -> FallbackConfig:
-    """Return the ``fallback`` section of a run whose model is given in Python.
+    """Return a validated ``fallback`` section, for models passed as Python objects.
 
     Raises:
         ConfigError: a list of all problems, each with its key.
@@ -188,7 +187,7 @@ def fallback_config(values: Mapping[str, Any]) -> FallbackConfig:
 
 
 def dump_yaml(config: Section) -> str:
-    """Return ``config`` as YAML with every field that says something; reading it gives an equal configuration."""
+    """Return ``config`` as YAML; reading it gives an equal configuration."""
     plain = config.model_dump(mode="json")
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
 
@@ -206,7 +205,7 @@ def _draft(source: object) -> Draft:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with its mappings copied into dictionaries, so that the caller's own are not changed."""
+    """Return ``value`` with its mappings copied, so that the caller's mappings do not change."""
     return {key: _plain(below) for key, below in value.items()} if isinstance(value, Mapping) else value
 
 
@@ -214,8 +213,8 @@ def _require_section(draft: Draft, schema: type[Section]) -> None:
     if isinstance(draft.value, dict):
         return
     if not draft.holes:
-        got = "is empty" if draft.value is None else f"holds {words_for(draft.value)}"
-        draft.add((), f"{got}; expected a mapping with keys {', '.join(schema.model_fields)}")
+        problem = "is empty" if draft.value is None else f"holds {words_for(draft.value)}"
+        draft.add((), f"{problem}; expected a mapping with keys {', '.join(schema.model_fields)}")
     raise ConfigError([text for _, text in draft.problems])
 
 
@@ -226,18 +225,18 @@ def _with_absolute_paths(run: RunConfig) -> RunConfig:
         model = model.model_copy(update={"weights": weights})
     elif model.source.startswith(("./", "../", "~/")) or is_there(Path(model.source)):
         model = model.model_copy(update={"source": abspath(expanduser(model.source))})
-    found = {}
+    datasets = {}
     for name in type(run.data).model_fields:
         dataset = getattr(run.data, name)
         if isinstance(dataset, DatasetConfig) and dataset.path is not None:
-            found[name] = dataset.model_copy(update={"path": abspath(expanduser(dataset.path))})
-    return run.model_copy(update={"model": model, "data": run.data.model_copy(update=found)})
+            datasets[name] = dataset.model_copy(update={"path": abspath(expanduser(dataset.path))})
+    return run.model_copy(update={"model": model, "data": run.data.model_copy(update=datasets)})
 
 
 S = TypeVar("S", bound=Section)
 
 _HINTED = 100
-"""How many problems get a suggestion; a file with more problems is no configuration."""
+"""Maximum number of problems with a suggestion; a file with more is hardly a configuration."""
 
 
 def finish(draft: Draft, schema: type[S], at: KeyPath = ()) -> S:
@@ -245,8 +244,8 @@ def finish(draft: Draft, schema: type[S], at: KeyPath = ()) -> S:
 
     Args:
         draft: the values, and the problems so far.
-        schema: the section's class.
-        at: the path of the section in the draft; a missing section has its default values.
+        schema: the class of the section.
+        at: the path of the section in the draft; a missing section gets its defaults.
 
     Raises:
         ConfigError: a list of all problems, in the order of the lines.
@@ -265,7 +264,7 @@ def finish(draft: Draft, schema: type[S], at: KeyPath = ()) -> S:
 
 
 def note_problems(error: ValidationError, draft: Draft, schema: type[Section], at: KeyPath = ()) -> None:
-    """Add each problem of ``error`` to the draft, with messages of this package."""
+    """Add each problem of a pydantic error to the draft, with our own messages."""
     for number, detail in enumerate(error.errors(include_url=False)):
         path = (*at, *detail["loc"])
         if any(path[: len(hole)] == hole for hole in draft.holes):
@@ -279,14 +278,14 @@ def note_problems(error: ValidationError, draft: Draft, schema: type[Section], a
 
 
 def check_keys(value: Mapping[Any, Any], draft: Draft, schema: type[Section]) -> None:
-    """Add the unknown keys of the top level to the draft."""
+    """Add unknown top-level keys to the problems of the draft."""
     for key in value:
         if key not in schema.model_fields:
             draft.add((key,), _unknown(str(key), (), schema, (), hint=True))
 
 
 def _explain(detail: ErrorDetails, schema: type[Section], at: KeyPath, *, hint: bool) -> str:
-    """Return the message of a problem: the value, the expected values, and a suggestion."""
+    """Return the message of a problem: the value, the accepted values, and a suggestion."""
     path, value, kind = detail["loc"], detail["input"], detail["type"]
     if kind == "extra_forbidden":
         return _unknown(str(path[-1]), path[:-1], schema, at, hint=hint)
@@ -295,12 +294,12 @@ def _explain(detail: ErrorDetails, schema: type[Section], at: KeyPath, *, hint: 
     slot = slot_at(schema, path)
     expected = f"; expected {slot.expected()}" if slot is not None else ""
     if kind == "missing":
-        whole = slot_at(schema, path[:-1]) if isinstance(path[-1], int) else None
-        return f"is missing; expected {whole.expected()}" if whole is not None else f"is missing{expected}"
+        container = slot_at(schema, path[:-1]) if isinstance(path[-1], int) else None
+        return f"is missing; expected {container.expected()}" if container is not None else f"is missing{expected}"
     if kind == "too_long":
         return f"got a list of {detail['ctx']['actual_length']}{expected}"
     if kind == "string_too_short":
-        return f"is empty{expected}; leave the key out where nothing is meant"
+        return f"is empty{expected}; leave the key out for no value"
     return f"got {words_for(value)}{expected}{_hint(value, slot)}"
 
 
@@ -310,11 +309,11 @@ def _unknown(key: str, above: KeyPath, schema: type[Section], at: KeyPath, *, hi
     text = f"unknown key; expected one of {', '.join(names)}"
     if not hint:
         return text
-    near = nearest(key, names)
+    similar = nearest(key, names)
     elsewhere = [path_text((*at, *path)) for path in paths_ending_in(schema, key)]
-    if near is None and elsewhere:
-        near = elsewhere[0]
-    return text + (f"; did you mean {near!r}?" if near else "")
+    if similar is None and elsewhere:
+        similar = elsewhere[0]
+    return text + (f"; did you mean {similar!r}?" if similar else "")
 
 
 def _hint(value: Any, slot: Slot | None) -> str:
@@ -324,9 +323,9 @@ def _hint(value: Any, slot: Slot | None) -> str:
         return "; leave the key out for the default"
     if not isinstance(value, str):
         return ""
-    near = nearest(value, slot.names()) if slot.section is None else None
-    if near is not None:
-        return f"; did you mean {near!r}?"
+    similar = nearest(value, slot.names()) if slot.section is None else None
+    if similar is not None:
+        return f"; did you mean {similar!r}?"
     if slot.annotation in (int, float):
         return _number_hint(value, slot.annotation)
     return f"; write [{value}]" if slot.child(0) is not None and value.isidentifier() else ""
@@ -336,24 +335,24 @@ def _number_hint(text: str, kind: type[int] | type[float]) -> str:
     # YAML 1.1 reads 1e-3 as text, because a float needs a dot.
     try:
         number = float(text)
-        shown = str(int(number)) if kind is int else yaml.safe_dump(number).split("\n")[0]
+        decimal = str(int(number)) if kind is int else yaml.safe_dump(number).split("\n")[0]
     except (ValueError, OverflowError):
         return ""
     if (kind is int and number != int(number)) or not isfinite(number):
         return ""
-    return f"; YAML reads this as text: write {shown}, without quotes"
+    return f"; YAML reads this as text: write {decimal}, without quotes"
 
 
 class Draft:
-    """Values from a file or mapping and from overrides, and their problems.
+    """Values of a configuration before validation, with overrides, and the problems so far.
 
     Attributes:
-        value: the values so far; the caller's mappings are never changed.
+        value: the values; the caller's mappings do not change.
         label: the file name, or another name for the origin of the values.
-        document: the file, if there is one.
+        document: the YAML file, if any.
         overrides: path and label of each override, in order.
-        problems: position and text of each problem so far; the position is a line, from 10 ** 9 on for overrides.
-        holes: paths of values that could not be read, so that validating them would only repeat the problem.
+        problems: position and text of each problem; the position is a line number, or 10 ** 9 and more for overrides.
+        holes: paths of values that could not be read; validation skips them, since their problem is known.
     """
 
     def __init__(self, value: Any, label: str, document: Document | None = None) -> None:
@@ -370,12 +369,12 @@ class Draft:
 
     def add(self, path: KeyPath, text: str, place: tuple[int, str] | None = None) -> None:
         """Add a problem of the value at ``path``."""
-        position, where = place or self.place(path)
-        shown = path_text(path)
-        self.problems.append((position, f"{where}: {shown}: {text}" if shown else f"{where}: {text}"))
+        position, origin = place or self.place(path)
+        key = path_text(path)
+        self.problems.append((position, f"{origin}: {key}: {text}" if key else f"{origin}: {text}"))
 
     def place(self, path: KeyPath) -> tuple[int, str]:
-        """Return the origin of the value at ``path``: its position, and "FILE:LINE" or "override '...'"."""
+        """Return where the value at ``path`` was set: a sort position, and "FILE:LINE" or "override '...'"."""
         for index, (target, label) in reversed(list(enumerate(self.overrides))):
             if path[: len(target)] == target:
                 return 10**9 + index, label
@@ -392,17 +391,17 @@ class Draft:
         """Apply ``key.path=value`` (the value is YAML), or remove a key by ``~key.path``."""
         label = f"override {text!r}"
         place = (10**9 + len(self.overrides), label)
-        key, sign, written = text.partition("=")
+        key, equals, yaml_text = text.partition("=")
         remove = key.startswith("~")
         path: KeyPath = tuple(key.removeprefix("~").split("."))
-        if (remove and sign) or not (remove or sign) or not all(path):
-            self.add((), "is no override; expected key=value, such as quantizer.backend=openvino, or ~key", place)
+        if (remove and equals) or not (remove or equals) or not all(path):
+            self.add((), "is not an override; expected key=value, such as quantizer.backend=openvino, or ~key", place)
             return
         if remove:
             self._remove(path, place)
             return
         try:
-            document = parse_yaml(written, label)
+            document = parse_yaml(yaml_text, label)
         except ConfigError as error:
             self.problems += [(place[0], problem) for problem in error.problems]
             return
@@ -413,34 +412,34 @@ class Draft:
                     self.holes.append((*path, *fault.path))
 
     def set(self, path: KeyPath, value: Any, label: str) -> bool:
-        """Set ``value`` at ``path``, and create missing sections; return False if a problem was added instead."""
-        here = self.value
+        """Set ``value`` at ``path`` and create missing sections; return False if a problem was added instead."""
+        section = self.value
         for length, key in enumerate(path[:-1], start=1):
-            below = here.get(key)
-            if below is not None and not isinstance(below, dict):
-                text = f"{path_text(path[:length])} is {words_for(below)}; expected a section: set it as a whole"
+            child = section.get(key)
+            if child is not None and not isinstance(child, dict):
+                text = f"{path_text(path[:length])} is {words_for(child)}; expected a section: set it as a whole"
                 self.add((), text, (10**9 + len(self.overrides), label))
                 return False
-            # A copy, since an alias may use the same section in another place.
-            here[key] = here = dict(below or {})
-        here[path[-1]] = value
+            # Copied, because a YAML alias may use the same section elsewhere.
+            section[key] = section = dict(child or {})
+        section[path[-1]] = value
         self._replaced(path, label)
         return True
 
     def _remove(self, path: KeyPath, place: tuple[int, str]) -> None:
-        here = self.value
+        section = self.value
         for length, key in enumerate(path, start=1):
-            if not isinstance(here, dict) or key not in here:
-                names = [name for name in here if isinstance(name, str)] if isinstance(here, dict) else []
-                near = nearest(str(key), names)
-                hint = f"; did you mean {near!r}?" if near else ""
+            if not isinstance(section, dict) or key not in section:
+                names = [name for name in section if isinstance(name, str)] if isinstance(section, dict) else []
+                similar = nearest(str(key), names)
+                hint = f"; did you mean {similar!r}?" if similar else ""
                 self.add((), f"{path_text(path[:length])} is not set; expected a key to remove{hint}", place)
                 return
-            if length < len(path) and isinstance(here[key], dict):
-                here[key] = dict(here[key])
+            if length < len(path) and isinstance(section[key], dict):
+                section[key] = dict(section[key])
             if length < len(path):
-                here = here[key]
-        del here[path[-1]]
+                section = section[key]
+        del section[path[-1]]
         self._replaced(path, place[1])
 
     def _replaced(self, path: KeyPath, label: str) -> None:

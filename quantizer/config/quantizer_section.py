@@ -1,7 +1,7 @@
-"""The ``quantizer:`` section: the quantized sites, their formats and calibrators, and the backend.
+"""The ``quantizer:`` section: quantized sites, formats, calibrators and the backend.
 
-Beside it are the ``amp:`` and ``fallback:`` sections, the presets, which set keys that a configuration does not, and
-the base class and field types of all sections.
+The file also holds the ``amp:`` and ``fallback:`` sections, the presets, and the base class and field types of all
+sections.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from quantizer.utils.registry import CALIBRATORS, Registry
 
 
 class Section(BaseModel):
-    """A mapping in the YAML file: frozen, without unknown keys, without conversion between types."""
+    """A mapping in the YAML file: frozen, without unknown keys, and without type conversion."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
 @dataclass(frozen=True)
 class Expects:
-    """The accepted values of a field, for error messages, if its type does not describe them.
+    """The accepted values of a field in words, if its type does not describe them.
 
     Attributes:
-        words: words that complete the sentence "expected ...".
+        words: the text that follows "expected ..." in error messages.
     """
 
     words: str
@@ -45,12 +45,12 @@ class Expects:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A field that accepts the names in a registry, also those added later; ``check`` is its validator."""
+    """Validator of a field that accepts the names in a registry, including names added later."""
 
     registry: Registry[Any]
 
     def check(self, name: str) -> str:
-        """Return the name.
+        """Return the name if the registry has it.
 
         Raises:
             PydanticCustomError: the name is not in the registry.
@@ -62,18 +62,18 @@ class OneOf:
 
 
 def reject(*problems: tuple[str, str]) -> NoReturn:
-    """Raise the error of a section's validator for values that contradict each other.
+    """Raise a validation error for values that contradict each other.
 
     Args:
-        problems: path and text of each problem. Paths are relative to the validated value: "latency_batch", "" for the
-            value itself; "/data.head" is a path from the top of the file.
+        problems: path and text of each problem. A path is relative to the validated value: "latency_batch", or "" for
+            the value itself. A path such as "/data.head" starts at the top of the file.
     """
     summary = "; ".join(f"{path.lstrip('/')}: {text}" if path else text for path, text in problems)
     raise PydanticCustomError("cross_field", "{summary}", {"summary": summary, "problems": list(problems)})
 
 
 def tuple_from_list(value: Any) -> Any:
-    """Return a list as a tuple; any other value unchanged, for the type check to reject."""
+    """Return a list as a tuple, and any other value unchanged for the type check to reject."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -85,17 +85,17 @@ def _check_range(value: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def some_and_unique(value: Sequence[Any]) -> Sequence[Any]:
-    """Return the sequence itself, or raise if it is empty or has an entry twice."""
+    """Return a sequence without changes; raise if it is empty or has duplicates."""
     if not value:
         reject(("", "is an empty list; expected at least one entry"))
     return unique(value)
 
 
 def unique(value: Sequence[Any]) -> Sequence[Any]:
-    """Return the sequence itself, or raise if it has an entry twice."""
-    twice = sorted({entry for entry in value if value.count(entry) > 1})
-    if twice:
-        reject(("", f"{twice[0]!r} is listed twice; expected each entry once"))
+    """Return a sequence without changes; raise if it has duplicates."""
+    duplicates = sorted({entry for entry in value if value.count(entry) > 1})
+    if duplicates:
+        reject(("", f"{duplicates[0]!r} is listed twice; expected each entry once"))
     return value
 
 
@@ -116,8 +116,8 @@ AxisRange = Annotated[
 
 _BY_OUTPUT = {"calibrator": "output", "smoothquant_alpha": "auto", "zero_point": True}
 
-_AS_THEY_ARE = {"weights": {"rounding": "nearest"}, "bias_correction": False}
-"""Weights and biases, where nothing is searched for."""
+_NO_SEARCH = {"weights": {"rounding": "nearest"}, "bias_correction": False}
+"""Weights and biases without a search."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "plain": {
@@ -127,79 +127,79 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "smoothquant_alpha": None,
             "zero_point": False,
         },
-        **_AS_THEY_ARE,
+        **_NO_SEARCH,
     },
-    # What is smoothed needs no clipping.
-    "fast": {"activations": {"calibrator": "max", "smoothquant_alpha": 0.8, "zero_point": True}, **_AS_THEY_ARE},
+    # SmoothQuant removes the outliers that other calibrators clip.
+    "fast": {"activations": {"calibrator": "max", "smoothquant_alpha": 0.8, "zero_point": True}, **_NO_SEARCH},
     "balanced": {"activations": _BY_OUTPUT, "weights": {"rounding": "nearest"}, "bias_correction": True},
     "accurate": {"activations": _BY_OUTPUT, "weights": {"rounding": "gptq"}, "bias_correction": True},
 }
-"""The values of keys of the ``quantizer`` section, or of the keys of a section in it; a key that is not named here has
-the default of the schema."""
+"""Values of keys of the ``quantizer`` section and its subsections; other keys have the default of the schema."""
 
 DEFAULT: Literal["balanced"] = "balanced"
 
-_TOGETHER = {"calibrator": ("calibrator", "percentile"), "percentile": ("calibrator", "percentile")}
-"""Keys with a meaning together: who sets one of them sets all."""
+_LINKED = {"calibrator": ("calibrator", "percentile"), "percentile": ("calibrator", "percentile")}
+"""Keys that belong together: if a configuration sets one of them, the preset sets none."""
 
-_READ = {"batch": ("data", "batch_size"), "sequence": ("model", "max_length")}
-"""The key of what is read at once, by the axis of ``export.dynamic`` that must take it."""
+_SIZE_KEYS = {"batch": ("data", "batch_size"), "sequence": ("model", "max_length")}
+"""The key with the size of a batch or text, by the axis of ``export.dynamic`` that must contain it."""
 
 
 def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a ``quantizer`` section with those of its preset for all keys that are not set.
+    """Return the values of a ``quantizer`` section, completed by its preset.
 
-    Values of a wrong type stay as they are, for the validation to reject.
+    Values of a wrong type stay unchanged for the validation to reject.
     """
-    found = dict(values)
-    preset = found.get("preset", DEFAULT)
-    for name, wanted in PRESETS.get(preset, {}).items() if isinstance(preset, str) else ():
-        if not isinstance(wanted, Mapping):
-            found.setdefault(name, wanted)
+    completed = dict(values)
+    preset = completed.get("preset", DEFAULT)
+    for name, default in PRESETS.get(preset, {}).items() if isinstance(preset, str) else ():
+        if not isinstance(default, Mapping):
+            completed.setdefault(name, default)
             continue
-        given = found.get(name, {})
-        if isinstance(given, Mapping):
-            free = {key: value for key, value in wanted.items() if not set(_TOGETHER.get(key, (key,))) & set(given)}
-            found[name] = {**free, **given}
-    return found
+        section = completed.get(name, {})
+        if isinstance(section, Mapping):
+            free = {key: value for key, value in default.items() if not set(_LINKED.get(key, (key,))) & set(section)}
+            completed[name] = {**free, **section}
+    return completed
 
 
 def preset_keys(section: str) -> frozenset[str]:
-    """Return the keys of a section of the ``quantizer`` section, or of itself, that some preset sets."""
-    named = (preset if section == "quantizer" else preset.get(section, {}) for preset in PRESETS.values())
-    return frozenset(key for keys in named for key, value in keys.items() if not isinstance(value, Mapping))
+    """Return the keys that any preset sets in ``quantizer`` or in one of its subsections."""
+    sections = (preset if section == "quantizer" else preset.get(section, {}) for preset in PRESETS.values())
+    return frozenset(key for keys in sections for key, value in keys.items() if not isinstance(value, Mapping))
 
 
 def with_fitted_sizes(values: Mapping[str, Any], defaults: Mapping[tuple[str, str], int]) -> dict[str, Any]:
-    """Return the values of a run in which sizes that are not set fit the ranges of ``export.dynamic`` that are.
+    """Return the values of a run with default sizes moved into the ranges of ``export.dynamic``.
 
-    A default that is too large becomes the largest size of the range; that of a measured latency, if it is too small,
-    too, becomes the usual size. Values of a wrong type stay as they are, for the validation to reject.
+    ``data.batch_size`` and ``model.max_length`` shrink to the maximum of the range. The sizes of latency benchmarks
+    become the opt size if they are outside the range. Values of a wrong type stay unchanged for the validation to
+    reject.
 
     Args:
         values: the sections of a run.
         defaults: the default of each size, by section and key.
     """
-    found = dict(values)
+    fitted = dict(values)
     model = _section(values, "model")
     if model is None or model.get("task") is None:
-        # The batches of a function have the sizes that they have.
-        return found
+        # The batches of a function decide the sizes.
+        return fitted
     dynamic = _section(_section(values, "export") or {}, "dynamic") or {}
-    for axis, read in _READ.items():
+    for axis, read in _SIZE_KEYS.items():
         sizes = dynamic.get(axis)
         if not isinstance(sizes, list | tuple) or [type(size) for size in sizes] != [int] * 3:
             continue
         low, usual, high = sizes
-        for place, least, other in ((read, 0, high), (("report", f"latency_{axis}"), low, usual)):
-            section = _section(found, place[0])
-            if section is not None and not least <= defaults[place] <= high:
-                found[place[0]] = {place[1]: other, **section}
-    return found
+        for key, minimum, fallback in ((read, 0, high), (("report", f"latency_{axis}"), low, usual)):
+            section = _section(fitted, key[0])
+            if section is not None and not minimum <= defaults[key] <= high:
+                fitted[key[0]] = {key[1]: fallback, **section}
+    return fitted
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """Return a section, an empty one if there is none; None: it is something else."""
+    """Return a section, empty for a missing key; None for other values than mappings."""
     section = values.get(name, {})
     return section if isinstance(section, Mapping) else None
 
@@ -209,86 +209,90 @@ _CHOICES = ("num", "ratio", "names", "max_drop", "min_speedup")
 
 
 class AmpConfig(Section):
-    """The measurement of the sensitivity of each group of sites."""
+    """Measurement of the sensitivity of each precision group."""
 
     measure: Literal["gradient", "output", "local", "metric"] = Field(
         default="gradient",
-        description="What a group costs: 'gradient' estimates the error of the model's output (one backward pass for "
-        "all groups), 'output' computes it (a pass for each group), 'local' is the error at the group's own sites, "
-        "'metric' how much worse the task's score is on data.tuning (an evaluation for each group).",
+        description="How the sensitivity of a group is measured. 'gradient': estimated error of the model's output, "
+        "from one backward pass for all groups. 'output': computed error of the output, with one forward pass "
+        "per group. 'local': error at the group's own sites. 'metric': drop of the score on data.tuning, with "
+        "one evaluation per group.",
     )
     granularity: Literal["group", "layer", "block"] = Field(
         default="group",
-        description="What is measured and kept in float together: 'group' is the least that can change precision.",
+        description="What is measured and kept in float as one unit. 'group' is the smallest unit that can change "
+        "precision.",
     )
-    # All 128 calibration samples of the shipped files: 'gradient' runs each a few times, for any number of groups.
+    # All 128 calibration samples of our example files. 'gradient' needs a few runs per batch for any number of groups.
     batches: int = Field(
-        default=4, ge=1, description="Calibration batches that are measured on; 'metric' has its own data."
+        default=4, ge=1, description="Number of calibration batches to measure on; 'metric' uses data.tuning instead."
     )
 
 
 class FallbackConfig(Section):
-    """The groups that fall back to float, by exactly one of the five ways to choose them."""
+    """Choice of the groups to keep in float. Exactly one of the first five keys must be set."""
 
-    num: int | None = Field(default=None, ge=1, description="Keep this many of the most sensitive groups in float.")
-    ratio: float | None = Field(default=None, gt=0, le=1, description="Keep this share of all groups in float.")
+    num: int | None = Field(
+        default=None, ge=1, description="Number of groups to keep in float, the most sensitive first."
+    )
+    ratio: float | None = Field(
+        default=None, gt=0, le=1, description="Fraction of all groups to keep in float, the most sensitive first."
+    )
     names: Annotated[TextList, AfterValidator(some_and_unique)] | None = Field(
         default=None,
-        description="Keep these in float: groups, or modules, sites and operands with '*' for one segment and '**' "
-        "for any "
-        "number. Needs no amp.",
+        description="Groups, modules, sites or operands to keep in float; '*' matches one segment and '**' any "
+        "number. Does not need amp.",
     )
     max_drop: float | None = Field(
         default=None,
         ge=0,
-        description="Keep as few groups in float as let the task's score on data.tuning be at most so much worse "
-        "than the "
-        "float model's: 0 or more, where Quantizer.fallback in Python takes a gain below 0, too.",
+        description="Maximum drop of the score on data.tuning below the float model's score, in units of the "
+        "metric. As few groups as possible are kept in float. In Python, Quantizer.fallback also accepts a "
+        "negative drop, which is a gain.",
     )
     min_speedup: float | None = Field(
         default=None,
         gt=0,
-        description="Keep those in float that cost most accuracy, as long as the engine stays at least so many "
-        "times as "
-        "fast as the float model's: 2.0.",
+        description="Minimum speed of the engine relative to the float engine, such as 2.0 for twice as fast. The most "
+        "sensitive groups are kept in float as long as the engine stays this fast.",
     )
-    # Null, because a file with all defaults filled in must be valid without a search too.
+    # Null, because a file with all defaults filled in must be valid without a search.
     max_evaluations: int | None = Field(
         default=None,
         ge=2,
-        description=f"How many scores a search with max_drop may take, the float model's included; null: "
+        description=f"Maximum number of scores that a max_drop search measures, including the float model's. null: "
         f"{_MAX_EVALUATIONS}.",
     )
     costs: Literal["multiply_adds"] | None = Field(
         default=None,
-        description="What a group costs in float: those that win most for their cost are kept in float first; null: "
-        "with "
-        "max_drop the time that it takes longer, where the engine runs here, else all cost the same.",
+        description="Cost of keeping a group in float; groups with the most accuracy per cost are kept in float "
+        "first. null: with max_drop, the measured latency cost if the engine runs on this machine; otherwise "
+        "all groups cost the same.",
     )
 
     @property
     def evaluations(self) -> int:
-        """The number of scores that a search may measure."""
+        """The maximum number of scores that a search measures."""
         return _MAX_EVALUATIONS if self.max_evaluations is None else self.max_evaluations
 
     @model_validator(mode="after")
     def _fit_together(self) -> FallbackConfig:
         problems = []
-        given = [name for name in _CHOICES if getattr(self, name) is not None]
-        if not given:
+        chosen = [name for name in _CHOICES if getattr(self, name) is not None]
+        if not chosen:
             known = f"{', '.join(_CHOICES[:-1])} and {_CHOICES[-1]}"
-            problems.append(("", f"none of {known} is set; expected exactly one of them, such as num: 4"))
-        elif len(given) > 1:
-            said = [f"{name} is {_shown(getattr(self, name))}" for name in given]
-            rest = "the other" if len(given) == 2 else "the others"
-            both = f"{', '.join(said[:-1])} and {said[-1]}"
-            problems.append(("", f"{both}; expected exactly one of them: remove {rest}"))
-        if given and "max_drop" not in given and self.max_evaluations is not None:
-            problems.append(("max_evaluations", "belongs to the search of max_drop, which is not set; remove it"))
-        if given == ["names"] and self.costs is not None:
-            problems.append(("costs", "orders the groups to choose from, but names chooses them; remove it"))
-        if given == ["min_speedup"] and self.costs is not None:
-            problems.append(("costs", "min_speedup goes by the measured time of each group; remove it"))
+            problems.append(("", f"none of {known} is set; expected exactly one, such as num: 4"))
+        elif len(chosen) > 1:
+            settings = [f"{name} is {_shown(getattr(self, name))}" for name in chosen]
+            others = "the other" if len(chosen) == 2 else "the others"
+            both = f"{', '.join(settings[:-1])} and {settings[-1]}"
+            problems.append(("", f"{both}; expected exactly one: remove {others}"))
+        if chosen and "max_drop" not in chosen and self.max_evaluations is not None:
+            problems.append(("max_evaluations", "is only for max_drop, which is not set; remove it"))
+        if chosen == ["names"] and self.costs is not None:
+            problems.append(("costs", "is not used, because names selects the groups; remove it"))
+        if chosen == ["min_speedup"] and self.costs is not None:
+            problems.append(("costs", "is not used, because min_speedup uses measured latencies; remove it"))
         if problems:
             reject(*problems)
         return self
@@ -328,17 +332,17 @@ _CALIBRATORS = OneOf(CALIBRATORS)
 
 
 class ActivationsConfig(Section):
-    """The estimation of activation ranges."""
+    """Estimation of activation ranges."""
 
     ranges: Literal["static", "dynamic"] = Field(
         default="static",
-        description="'dynamic': the range of a tensor is that of its values at each run, where the backend has kernels "
-        "for it (linears, on CPUs), and all else is not quantized; 'static': it comes from calibration.",
+        description="'static': ranges come from calibration. 'dynamic': each run computes the range of each tensor; "
+        "only sites with such kernels are quantized (linear layers on CPUs).",
     )
     calibrator: Annotated[str, AfterValidator(_CALIBRATORS.check), _CALIBRATORS] = Field(
         default="percentile",
-        description="How a range is taken from the values seen in calibration; 'auto' tries the others on each site, "
-        "'output' takes the one for all with which the model's output comes out best.",
+        description="Method that estimates the range of an activation. 'auto' chooses a method for each site; 'output' "
+        "chooses one method for all sites, by the error of the model's output.",
     )
     percentile: Annotated[
         float | tuple[float, ...],
@@ -346,8 +350,8 @@ class ActivationsConfig(Section):
         Expects("a number, above 0 and at most 100, or a list of such numbers"),
     ] = Field(
         default=99.99,
-        description="Percent of the absolute values that the range covers; used by calibrator 'percentile'. Of a list "
-        "the one is taken with which the model's output comes out best.",
+        description="Percentage of the absolute values that the range covers, for calibrator 'percentile'. From a "
+        "list, the value with the smallest error of the model's output is chosen.",
     )
     smoothquant_alpha: Annotated[
         float | Literal["auto"] | None,
@@ -355,121 +359,127 @@ class ActivationsConfig(Section):
         Expects("a number, above 0 and at most 1, or 'auto'"),
     ] = Field(
         default=None,
-        description="SmoothQuant: how much of the outliers of what linears read moves into their weights, such as 0.5; "
-        "'auto' chooses by the output of the model, null moves nothing. Consecutive convolutions are equalised too, "
-        "where their weights have one scale or channels differ much.",
+        description="Migration strength (alpha) of SmoothQuant: how much of the activation outliers moves into the "
+        "weights of linear layers, such as 0.5. 'auto' chooses it by the error of the model's output; null "
+        "turns SmoothQuant off. Consecutive convolutions are also equalized if their weights have one scale per "
+        "tensor or their channels differ much.",
     )
 
     zero_point: bool = Field(
         default=False,
-        description="INT8 activations have a zero point, as UINT8, where the backend's kernels take one at no cost: on "
-        "CPUs everywhere but in attention.",
+        description="Quantize activations to UINT8 with a zero point where the backend's kernels support it at no "
+        "cost: on CPUs, everywhere except in attention.",
     )
 
     all_experts: bool = Field(
         default=False,
-        description="In calibration, every expert of a mixture of experts sees every token, and not only those that "
-        "the router chose for it; needs as many passes through the experts as there are groups of them.",
+        description="Calibrate every expert of a mixture-of-experts model on every token, not only on the tokens "
+        "routed to it. Each group of experts needs one more pass through the experts.",
     )
 
     @property
     def percentiles(self) -> tuple[float, ...]:
-        """The percentiles to compare; a single one if there is no search."""
+        """The percentiles to compare; one entry if there is no search."""
         return self.percentile if isinstance(self.percentile, tuple) else (self.percentile,)
 
 
 class WeightsConfig(Section):
-    """The ranges of weights, and their rounding."""
+    """Ranges and rounding of weights."""
 
     granularity: Literal["per_channel", "per_tensor"] = Field(
-        default="per_channel", description="One scale for each output channel, or one for the whole weight."
+        default="per_channel", description="One scale per output channel, or one scale for the whole weight."
     )
     calibrator: Literal["max", "mse", "percentile"] = Field(
         default="max",
-        description="How a range is taken from the values of a scale: the largest, the one with the least squared "
-        "error, or a percentile.",
+        description="Method that estimates the range of each scale: 'max' takes the largest magnitude, 'mse' "
+        "minimizes the squared error, 'percentile' clips outliers.",
     )
     percentile: Annotated[float, BeforeValidator(_percentile_number), Expects("a number, above 0 and at most 100")] = (
-        Field(default=99.9, description="Percent of a scale's magnitudes that the range covers; used by 'percentile'.")
+        Field(
+            default=99.9,
+            description="Percentage of the absolute values that the range covers, for calibrator 'percentile'.",
+        )
     )
     rounding: Literal["nearest", "gptq", "reconstruct", "awq"] = Field(
         default="nearest",
-        description="How a weight is rounded: each value by itself; all of them so that what is computed with the "
-        "calibration data changes least, product by product (gptq) or block by block of the model (reconstruct: takes "
-        "minutes, and is the better the more data there is); or each by itself after channels that multiply large "
-        "inputs were scaled up (awq, for weights whose inputs are float).",
+        description="'nearest' rounds each value by itself. 'gptq' minimizes the output error of each layer on the "
+        "calibration data. 'reconstruct' minimizes the output error of each block; it takes minutes and benefits "
+        "from more data. 'awq' scales up channels with large inputs, then rounds to nearest; use it for "
+        "weight-only quantization.",
     )
     act_order: bool = Field(
-        default=False, description="With 'gptq': round the input channels with the largest values first."
+        default=False, description="With 'gptq', round the input channels with the largest activations first."
     )
 
 
 def _no_number(value: Any) -> Any:
-    # A Literal of True accepts 1 too, because they are equal in Python.
+    # Literal[True] also accepts 1, because the two are equal in Python.
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise PydanticCustomError("literal_error", "Input should be true, false or 'auto'")
     return value
 
 
 class SitesConfig(Section):
-    """The kinds of operation that are quantized."""
+    """Kinds of operation to quantize."""
 
     linear: bool = Field(
-        default=True, description="Quantize linear layers, and any matrix product by a weight: input and weight."
+        default=True, description="Quantize the input and the weight of linear layers and of any MatMul with a weight."
     )
-    conv: bool = Field(default=True, description="Quantize convolutions: input and weight.")
-    matmul: bool = Field(default=True, description="Quantize products of two activations, as in attention.")
+    conv: bool = Field(default=True, description="Quantize the input and the weight of convolutions.")
+    matmul: bool = Field(
+        default=True, description="Quantize both inputs of a MatMul of two activations, such as in attention."
+    )
     residual_add: Annotated[Literal[True, False, "auto"], BeforeValidator(_no_number)] = Field(
         default="auto",
-        description="Quantize the operands of residual additions; 'auto': only those that INT8 is seen to hold.",
+        description="Quantize the inputs of residual additions. 'auto': only additions that lose little accuracy in "
+        "INT8 during calibration.",
     )
     embedding: Annotated[Literal[True, False, "auto"], BeforeValidator(_no_number)] = Field(
         default="auto",
-        description="Store the tables of embeddings in low precision, row by row; 'auto': the large ones in INT8 that "
-        "nothing else reads as floats, where the backend dequantizes only the rows that are looked up.",
+        description="Store embedding tables in low precision, with one scale per row. 'auto': large tables in INT8, "
+        "if no other operation reads them in float and the backend dequantizes only the rows that it looks up.",
     )
 
 
 class SelectionConfig(Section):
-    """Rules that select sites; a site is selected if any rule matches it."""
+    """Rules that select sites. A site is selected if any rule matches."""
 
     module_types: TextList = Field(
-        default=(), description="Names of module classes; a class covers its subclasses and all that is inside."
+        default=(), description="Names of module classes. A class also matches its subclasses and all modules inside."
     )
-    names: TextList = Field(
-        default=(), description="Module names; whole path segments, '*' is one segment and '**' any number."
-    )
+    names: TextList = Field(default=(), description="Module names. '*' matches one path segment and '**' any number.")
     sites: TextList = Field(
-        default=(), description="Site names as the coverage table shows them, with the same '*' and '**'."
+        default=(), description="Site names as in the coverage table. '*' matches one path segment and '**' any number."
     )
 
 
 class FormatConfig(SelectionConfig):
-    """Formats for some sites: those of ``kinds`` that the patterns match; an empty key matches every site."""
+    """A rule with formats for the sites of ``kinds`` that match its patterns; an empty key matches every site."""
 
     kinds: Annotated[
         tuple[Literal["linear", "conv", "matmul", "residual_add", "embedding"], ...], BeforeValidator(tuple_from_list)
-    ] = Field(default=(), description="Kinds of site; empty: all.")
+    ] = Field(default=(), description="Kinds of site that the rule applies to. Empty: all.")
     activations: Literal["int8", "uint8", "fp8", "dynamic", "float"] | None = Field(
         default=None,
-        description="Number format of activations; 'dynamic': 8 bits with ranges at run time, as activations.ranges; "
-        "'float': weights alone are quantized; null: that of the other sites.",
+        description="Number format of activations. 'dynamic': 8 bits with ranges at run time. 'float': weight-only "
+        "quantization. null: the format of the other sites.",
     )
     weights: Literal["int8", "fp8", "int4"] | None = Field(
-        default=None, description="Number format of weights; null: dtype."
+        default=None, description="Number format of weights. null: dtype of the quantizer section."
     )
     block_size: int | None = Field(
-        default=None, ge=2, description="Weights in int4: how many input channels share a scale; null: all of a row."
+        default=None,
+        ge=2,
+        description="Number of input channels that share a scale, for weights in int4. null: one scale per output "
+        "channel.",
     )
 
     @model_validator(mode="after")
     def _says_something(self) -> FormatConfig:
         if self.activations is None and self.weights is None:
-            reject(("", "sets no format; expected activations, weights or both, such as weights: int4"))
+            reject(("", "sets no format; expected activations or weights, such as weights: int4"))
         if self.block_size is not None and self.weights != "int4":
-            reject(
-                ("block_size", f"got {self.block_size}; expected null, or weights: int4, the format that has blocks")
-            )
+            reject(("block_size", f"got {self.block_size}; expected null, because only weights: int4 has blocks"))
         return self
 
 
@@ -479,61 +489,61 @@ _BACKENDS = OneOf(profiles)
 def _checked_candidates(names: Sequence[Any], key: str = "") -> tuple[str, ...]:
     known = [name for name in profiles if name != AUTO]
     if [name for name in names if name not in known] or len(set(names)) < len(names):
-        reject((key, f"got {list(names)}; expected some of {', '.join(known)}, each of them once"))
+        reject((key, f"got {list(names)}; expected different names out of {', '.join(known)}"))
     return tuple(names)
 
 
 class QuantizerConfig(Section):
     """The settings of a ``Quantizer``."""
 
-    # With ``to_dict``, the interface that transformers requires: see ``integrations/transformers/plugin.py``.
+    # transformers requires this attribute and ``to_dict``; see ``integrations/transformers/plugin.py``.
     quant_method: ClassVar[str] = "quantizer"
 
     preset: Literal["accurate", "balanced", "fast", "plain"] = Field(
         default=DEFAULT,
-        description="Values for the keys that are not set: 'balanced' chooses ranges and smoothing by the output of "
-        "the model and corrects biases, 'accurate' rounds weights by gptq besides, 'fast' takes the largest values "
-        "after it has moved outliers into weights by a fixed share, and leaves attention in float where it costs much, "
-        "'plain' takes a percentile of each range.",
+        description="Values of keys that are not set. 'balanced' chooses ranges and SmoothQuant by the error of the "
+        "model's output and corrects biases. 'accurate' adds GPTQ rounding. 'fast' uses max calibration with a "
+        "fixed SmoothQuant alpha, and keeps attention in float where that costs much accuracy. 'plain' uses "
+        "percentile calibration.",
     )
     backend: Annotated[str, AfterValidator(_BACKENDS.check), _BACKENDS] = Field(
         default="tensorrt",
-        description="The engine that will run the quantized model; 'openvino-avx2' and 'onnxruntime-avx2': these on "
-        "x86 without VNNI, with weights of 7 bits; 'auto': those for this CPU, of which a run measures which is the "
-        "fastest; a list such as [openvino, torch]: 'auto' among these. A Quantizer in Python takes the default; a "
-        "run's file, `quantizer convert` and quantize_model that name none take 'auto'.",
+        description="Backend that runs the quantized model. 'auto' is the fastest backend on this CPU: a run "
+        "benchmarks them. A list such as [openvino, torch] restricts 'auto' to these. Names with '-avx2' are "
+        "for x86 CPUs without VNNI and use 7-bit weights. Run files, `quantizer convert` and quantize_model "
+        "default to 'auto'; Quantizer defaults to 'tensorrt'.",
     )
     candidates: Annotated[tuple[str, ...], BeforeValidator(tuple_from_list), AfterValidator(_checked_candidates)] = (
         Field(
             default=(),
-            description="What 'auto' chooses from; empty: all backends that it knows for this CPU.",
-            # It means nothing beside the name of one backend, and every saved quantizer has one.
+            description="Backends that 'auto' chooses from. Empty: all that support this CPU.",
+            # Meaningless next to a single backend, which every saved quantizer has.
             exclude_if=lambda names: not names,
         )
     )
-    dtype: Literal["int8", "fp8"] = Field(default="int8", description="Number format of what is quantized.")
+    dtype: Literal["int8", "fp8"] = Field(
+        default="int8", description="Number format of quantized weights and activations."
+    )
     formats: Annotated[tuple[FormatConfig, ...], BeforeValidator(tuple_from_list)] = Field(
-        default=(), description="Other formats for some sites; of the rules that match a site the last decides."
+        default=(),
+        description="Rules with other formats for some sites. If several rules match a site, the last one applies.",
     )
     fallback_dtype: Literal["float16", "bfloat16", "float32"] | None = Field(
-        default=None, description="Number format of what is not quantized; null: what the backend wants."
+        default=None, description="Number format of non-quantized operations. null: the backend's default."
     )
-    activations: ActivationsConfig = Field(
-        default=ActivationsConfig(), description="How the ranges of activations are found."
-    )
-    weights: WeightsConfig = Field(
-        default=WeightsConfig(), description="How the ranges of weights are found, and how weights are rounded."
-    )
+    activations: ActivationsConfig = Field(default=ActivationsConfig(), description="Ranges of activations.")
+    weights: WeightsConfig = Field(default=WeightsConfig(), description="Ranges and rounding of weights.")
     bias_correction: bool = Field(
         default=False,
-        description="Add the mean error that rounding makes in the output of each site to the site's bias.",
+        description="Subtract the mean quantization error of each site's output from its bias.",
     )
-    sites: SitesConfig = Field(default=SitesConfig(), description="Which kinds of operation are quantized.")
+    sites: SitesConfig = Field(default=SitesConfig(), description="Kinds of operation to quantize.")
     include: SelectionConfig = Field(
-        default=SelectionConfig(), description="Quantize only what these rules match; all empty: everything."
+        default=SelectionConfig(), description="Quantize only modules and sites that match these rules. Empty: all."
     )
     exclude: SelectionConfig = Field(
-        default=SelectionConfig(), description="Never quantize what these rules match; stronger than include."
+        default=SelectionConfig(),
+        description="Never quantize modules and sites that match these rules; exclude takes precedence over include.",
     )
 
     @model_validator(mode="before")
@@ -541,13 +551,13 @@ class QuantizerConfig(Section):
     def _complete(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        among = values.get("backend")
-        if isinstance(among, list | tuple) and among:
+        backends = values.get("backend")
+        if isinstance(backends, list | tuple) and backends:
             if values.get("candidates"):
                 reject(
-                    ("candidates", "is set, and so is a list as backend, which means the same; expected one of them")
+                    ("candidates", "is set, but backend is also a list, which means the same; remove one of the two")
                 )
-            values = {**values, "backend": AUTO, "candidates": _checked_candidates(among, "backend")}
+            values = {**values, "backend": AUTO, "candidates": _checked_candidates(backends, "backend")}
         return with_preset(values)
 
     @model_validator(mode="after")
@@ -562,15 +572,15 @@ class QuantizerConfig(Section):
     def _entropy_counts_equal_steps(self) -> QuantizerConfig:
         fp8 = self.dtype == "fp8" or any(rule.activations == "fp8" for rule in self.formats)
         if fp8 and self.activations.calibrator == "entropy":
-            text = "got 'entropy', which counts equal steps, and those of fp8 are not; expected another calibrator"
+            text = "got 'entropy', which assumes evenly spaced values, but fp8 has none; expected another calibrator"
             reject(("activations.calibrator", text))
         return self
 
     @property
     def target(self) -> TargetProfile:
-        """The profile of the backend, with ``fallback_dtype`` if it is set; of ``auto`` that of OpenVINO."""
+        """The profile of the backend with ``fallback_dtype``; for ``auto``, the profile of OpenVINO."""
         return profile("openvino" if self.backend == AUTO else self.backend, self.fallback_dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values, with the name of the method for transformers."""
+        """Return all fields as plain values, with ``quant_method`` for transformers."""
         return {"quant_method": self.quant_method, **self.model_dump(mode="json")}

@@ -1,4 +1,4 @@
-"""The page docs/configuration.md, generated from the schema: every key with its type, default and meaning.
+"""Generator of the page docs/configuration.md: every key of the schema with its type, default and meaning.
 
 python -m quantizer.config.reference > docs/configuration.md
 """
@@ -21,22 +21,22 @@ _HEAD = """\
 
 <!-- Made by `python -m quantizer.config.reference > docs/configuration.md`: change the schema, not this page. -->
 
-One YAML file is one run: `quantizer run FILE [key=value ...]`. `quantizer validate FILE` reports every problem at once,
-each with its line and the nearest valid name; `quantizer validate --verbose FILE` prints the file with all defaults
-filled in. A key that is not listed here is an error.
+One YAML file describes one run: `quantizer run FILE [key=value ...]`. `quantizer validate FILE` reports all problems at
+once, each with its line and the most similar valid name. `quantizer validate --verbose FILE` prints the file with all
+defaults filled in. An unknown key is an error.
 
-- On the command line a key is written with dots, and its value is YAML: `quantizer.activations.percentile=99.9`,
+- On the command line, a key is written with dots, and its value is YAML: `quantizer.activations.percentile=99.9`,
   `fallback='{num: 4}'`. `~fallback` removes a key.
-- Values with commas outside brackets and quotes, `engine.threads=1,2`, and a section `sweep` with keys in dots, each
-  with a list of its values, `sweep: {engine.threads: [1, 2]}`, make several runs: [sweeps](how-to/sweeps.md).
-- A relative path starts at the current folder, not at the YAML file.
-- `Quantizer(...)` takes a file or mapping of a whole run or of the `quantizer` section alone, and that section's keys
-  as keywords: `Quantizer(backend="openvino", exclude={"names": ["classifier"]})`.
-- Rules of `include` and `exclude`: `exclude` beats `include`, a class covers its subclasses and all that is inside it,
-  names match whole path segments (`*` is one segment or part of one, `**` any number), and a rule that matches nothing
-  is an error.
+- Several values of a key make several runs, which is a [sweep](how-to/sweeps.md). On the command line, separate the
+  values with commas: `engine.threads=1,2`. In a file, write `sweep: {engine.threads: [1, 2]}`.
+- Relative paths are resolved against the current folder, not against the YAML file.
+- `Quantizer(...)` accepts a file or mapping of a whole run, or of the `quantizer` section only. It also accepts the
+  keys of that section as keywords: `Quantizer(backend="openvino", exclude={"names": ["classifier"]})`.
+- Rules of `include` and `exclude`: `exclude` takes precedence. A class also matches its subclasses and all modules
+  inside. Names match whole path segments: `*` is one segment or part of one, `**` any number. A rule that matches
+  nothing is an error.
 
-A file needs no more than this; the data sets are described [at the end](#data-sets):
+A minimal file; the data sets are described [at the end](#data-sets):
 
 ```yaml
 model: {source: my-model, task: sequence-classification}
@@ -45,57 +45,53 @@ data:
   evaluation: {name: text-csv, path: dev.csv}
 ```
 
-A torch model of your own is named by a function, and so are its batches: [the guide](how-to/plain-torch.md).
+For your own `torch.nn.Module`, name a function that returns it, and one that returns its batches:
+[guide](how-to/plain-torch.md).
 """
 
 _TAIL = """\
 ## Data sets
 
-| name | rows | takes |
+| name | samples | keys |
 |---|---|---|
 | `text-csv` | labelled texts: a CSV file with the header `text,label`, labels from 0 | `path` |
 | `sst2-text` | labelled texts: lines of `label text` | `path` |
 | `stsb-csv` | pairs of sentences with a score: `sentence,sentence,score` lines without a header | `path` |
-| `conll` | words with tags: `word ... tag` lines, an empty line between texts | `path` |
+| `conll` | words with tags: lines of `word ... tag`, and an empty line between texts | `path` |
 | `squad-json` | questions about texts, in the format of SQuAD 1.1 or 2.0 | `path` |
-| `choices-jsonl` | choices: lines of JSON with `question`, `choices`, `label`, perhaps `context` | `path` |
-| `text-pairs` | texts and what is written for them: a `.csv` with the header `source,target`, or `.jsonl` | `path` |
-| `text-lines` | texts: a `.txt` file with one a line, the column `text` of a `.csv` or `.jsonl` file | `path` |
-| `image-folder` | labelled images: a folder with one folder of images a class, in an order that mixes them | `path` |
-| `image-csv` | labelled images: a CSV file with the header `path,label`, paths from its own folder on | `path` |
-| `coco-json` | objects in images: a `.json` of boxes and classes in the format of COCO | `path` |
-| `image-depths` | images with a distance for each pixel: `images/NAME.jpg` and `depths/NAME.png` or `.npy` | `path` |
-| `image-masks` | images with a class for each pixel: a folder with `images/NAME.jpg` and `masks/NAME.png` | `path` |
-| `audio-folder` | labelled recordings: a folder with one folder of `.wav` files a class, mixed | `path` |
-| `audio-csv` | labelled recordings: a CSV file with the header `path,label`, paths from its own folder on | `path` |
-| `transcripts` | recordings and their words: a `.csv` with the header `path,text`, or `.jsonl` with both | `path` |
-| `hf` | what Hugging Face's `datasets` reads, its rows told by their columns | `path`, `subset`, `split` |
-| `vader` | labelled texts, fetched once by pip into a cache, hash checked | `subset`, `split` |
+| `choices-jsonl` | questions: JSON lines with `question`, `choices`, `label` and optionally `context` | `path` |
+| `text-pairs` | source and target texts: a `.csv` file with the header `source,target`, or `.jsonl` | `path` |
+| `text-lines` | texts: the lines of a `.txt` file, or the column `text` of a `.csv` or `.jsonl` file | `path` |
+| `image-folder` | labelled images: a folder with one folder of images per class; interleaved | `path` |
+| `image-csv` | labelled images: a CSV file with the header `path,label`, paths relative to the file | `path` |
+| `coco-json` | objects in images: a `.json` file with boxes and classes in COCO format | `path` |
+| `image-depths` | images with a depth per pixel: `images/NAME.jpg` and `depths/NAME.png` or `.npy` | `path` |
+| `image-masks` | images with a class per pixel: a folder with `images/NAME.jpg` and `masks/NAME.png` | `path` |
+| `audio-folder` | labelled recordings: a folder with one folder of `.wav` files per class; interleaved | `path` |
+| `audio-csv` | labelled recordings: a CSV file with the header `path,label`, paths relative to the file | `path` |
+| `transcripts` | recordings and their texts: a `.csv` file with the header `path,text`, or `.jsonl` | `path` |
+| `hf` | any data set of Hugging Face `datasets`; its columns decide the kind of sample | `path`, `subset`, `split` |
+| `vader` | labelled texts, downloaded once with pip and verified by hash | `subset`, `split` |
 
-`text-csv`, `sst2-text` and `vader` fit the tasks `sequence-classification` and `embedding-classification`; `stsb-csv`
-fits `sentence-similarity`, `conll` `token-classification`, `squad-json` `question-answering`, `choices-jsonl`
-`multiple-choice`, `image-masks` `semantic-segmentation`, `image-depths` `depth-estimation`, `coco-json`
-`object-detection`, and `text-lines` `fill-mask` and both tasks of generation; `image-folder` and `image-csv` fit
-`image-classification`, `audio-folder` and `audio-csv` `audio-classification`, with the names that the model has for its
-classes, or their numbers, as labels; `transcripts` fits `automatic-speech-recognition` and `speech-to-text`, and
-`text-pairs` fits `text-to-text`. Subsets of `vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`,
-`nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document. [Tasks](how-to/tasks.md)
-says what each task reads, and how it is scored.
+- [Tasks](how-to/tasks.md) lists the data sets of each task and how it is scored.
+- Labels of images and recordings are the class names of the model, or their numbers.
+- Subsets of `vader` are `tweets`, `movieReviewSnippets`, `amazonReviewSnippets` and `nytEditorialSnippets`. Its splits
+  `head`, `calibration` and `evaluation` share no document.
 
-The report is always scored on all rows of `evaluation`, and calibrated on all rows of `calibration`: keep them apart.
-Samples that a search was scored on flatter its choice: `tuning` may hold no row of `evaluation`, which is an error.
+Each run is scored on all samples of `evaluation`, and calibrated on all samples of `calibration`: keep them apart. A
+score on samples that a search used is too good. So it is an error if `tuning` shares samples with `evaluation`.
 """
 
 
 def reference() -> str:
-    """Return the whole page, as Markdown."""
+    """Return the page as Markdown."""
     places = _places()
     parts = [_HEAD, *(_table(section, places) for section in places), _TAIL]
     return "\n".join(parts)
 
 
 def _places() -> dict[type[Section], list[str]]:
-    """Return every section of a file, in order, with all its paths."""
+    """Return the paths of every section class, in the order of the file."""
     places: dict[type[Section], list[str]] = {}
 
     def walk(section: type[Section], path: str) -> None:
@@ -136,7 +132,7 @@ def _heading(paths: Sequence[str]) -> str:
 
 
 def _anchor(heading: str) -> str:
-    """Return the anchor that GitHub gives a heading."""
+    """Return the anchor of a heading on GitHub."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 

@@ -1,8 +1,6 @@
-"""The configuration of one run: ``RunConfig``, and the sections without a file of their own.
+"""The configuration of one run: ``RunConfig`` with its ``qat``, ``export``, ``engine`` and ``report`` sections.
 
-Checks of a configuration against a target's profile, before anything is loaded.
-
-The ``qat:`` section: training of the model with rounded operands, on the outputs of the float model.
+The file also checks a configuration against the profile of its target, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -43,29 +41,29 @@ from quantizer.plan.reasons import RuleKind
 from quantizer.plan.targets.base import engine_problems
 
 _HALF_SCALES_OPSET = 19
-"""The first opset in which QuantizeLinear accepts half scales."""
+"""The first opset in which QuantizeLinear accepts half-precision scales."""
 
 
 class DynamicConfig(Section):
-    """Sizes of the dynamic axes, as [min, opt, max]."""
+    """Sizes of the dynamic axes as [min, opt, max]."""
 
-    batch: AxisRange = Field(default=(1, 8, 32), description="Samples in a batch.")
-    sequence: AxisRange = Field(default=(16, 128, 512), description="Tokens in a sample of text; images have none.")
+    batch: AxisRange = Field(default=(1, 8, 32), description="Samples per batch.")
+    sequence: AxisRange = Field(default=(16, 128, 512), description="Tokens per text; image models have no such axis.")
 
 
 class ExportConfig(Section):
-    """The form of the ONNX file."""
+    """Export to ONNX."""
 
     opset: int = Field(
         default=20,
         ge=18,
         le=24,
-        description="ONNX operator set: 18 is the first that torch's exporter writes, 24 the last that TensorRT reads.",
+        description="ONNX opset: 18 is the first that torch's exporter writes, 24 the last that TensorRT reads.",
     )
     dynamic: DynamicConfig = Field(
         default=DynamicConfig(),
-        description="Sizes of the dynamic axes. TensorRT's engines take these alone; OpenVINO's have models of their "
-        "own for those in the middle, and for the fewest rows.",
+        description="Sizes of the dynamic axes. TensorRT engines accept only sizes in these ranges. OpenVINO "
+        "engines add fixed-shape models for the opt size and for the minimum batch.",
     )
 
 
@@ -81,7 +79,7 @@ def _capability(value: Any) -> str | tuple[str, ...] | None:
 
 
 class EngineConfig(Section):
-    """The build and the run of the engine."""
+    """Build and execution of the engine."""
 
     compute_capability: Annotated[
         str | tuple[str, ...] | None,
@@ -89,62 +87,62 @@ class EngineConfig(Section):
         Expects("a compute capability such as 'sm89', or a list of such"),
     ] = Field(
         default=None,
-        description="GPUs that the engine is built for ahead of time: 'sm89', or a list for several in one engine; "
-        "null: the one in this machine.",
+        description="Compute capability of the GPUs to build for ahead of time, such as 'sm89', or a list for one "
+        "engine with several. null: the GPU of this machine.",
     )
     inference_precision: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="What OpenVINO computes in where nothing is quantized; null: float32. Other backends take the "
-        "types of the ONNX file.",
+        description="Precision of OpenVINO's non-quantized operations. null: float32. Other backends use the types "
+        "of the ONNX file.",
     )
     compiled: bool | None = Field(
         default=None,
-        description="Whether Inductor compiles the graph of a torch engine; null: where there is a C++ compiler and "
-        "that is faster.",
+        description="Compile the graph of a torch engine with Inductor. null: compile if a C++ compiler exists and the "
+        "compiled engine is faster.",
     )
     strip_weights: bool = Field(
         default=False,
-        description="Write TensorRT engines without weights: loading one reads them from the ONNX file beside it.",
+        description="Write TensorRT engines without weights. Loading such an engine reads the weights from the ONNX "
+        "file next to it.",
     )
-    threads: int = Field(default=1, ge=1, description="CPU threads that the engine runs with.")
+    threads: int = Field(default=1, ge=1, description="Number of CPU threads of the engine.")
 
 
 class ReportConfig(Section):
-    """The measurements at the end, and the form of the report."""
+    """Final measurements and the form of the report."""
 
     formats: Annotated[
         tuple[Literal["json", "html"], ...],
         BeforeValidator(tuple_from_list),
         AfterValidator(some_and_unique),
-    ] = Field(default=("json", "html"), description="Files to write.")
+    ] = Field(default=("json", "html"), description="Formats of the report.")
     latency_batch: int = Field(
         default=8,
         ge=1,
-        description="Samples in a batch when latency is measured. The usual ones of export.dynamic.batch if 8 are "
-        "not in "
-        "its range.",
+        description="Samples per batch in latency benchmarks. If 8 is outside the range of export.dynamic.batch, "
+        "the default is its opt size.",
     )
     latency_sequence: int = Field(
         default=128,
         ge=1,
-        description="Tokens in a sample of text when latency is measured; images have none. The usual ones of "
-        "export.dynamic.sequence if 128 are not in its range.",
+        description="Tokens per text in latency benchmarks. If 128 is outside the range of export.dynamic.sequence, "
+        "the default is its opt size.",
     )
     latency_shapes: Literal["usual", "all"] = Field(
         default="usual",
-        description="Sizes at which latency is measured: 'usual', those of latency_batch and latency_sequence, or "
-        "'all', the least, the usual and the largest of export.dynamic, with the float model in PyTorch beside.",
+        description="Sizes of the latency benchmarks. 'usual': latency_batch and latency_sequence. 'all': the min, "
+        "opt and max sizes of export.dynamic, with the PyTorch float model as an additional baseline.",
     )
     tolerance: float | None = Field(
         default=None,
-        description="The least SQNR of an engine's outputs against PyTorch's, in dB; null: 30 for a quantized engine, "
-        "60 for one in float32 and 30 in half precision.",
+        description="Minimum SQNR of an engine's outputs relative to PyTorch, in dB. null: 30 for quantized and "
+        "half-precision engines, 60 for float32 engines.",
     )
-    bootstrap: int = Field(default=1000, ge=1, description="Resamples behind each confidence interval.")
+    bootstrap: int = Field(default=1000, ge=1, description="Number of bootstrap resamples per confidence interval.")
     track: Literal["mlflow", "tensorboard", "wandb"] | None = Field(
         default=None,
-        description="Where the results are sent too: files beside the run's folder, or what the tracker's own "
-        "environment variables name; null: nowhere.",
+        description="Experiment tracker that also receives the results. It writes files next to the run folder, or "
+        "where the tracker's own environment variables say. null: none.",
     )
 
 
@@ -153,34 +151,35 @@ _Kind = Literal["fixed", "average", "learned"]
 
 def _scales(value: Any) -> str | dict[str, str]:
     kinds = get_args(_Kind)
-    given = list(value.values()) if isinstance(value, dict) else [value]
+    values = list(value.values()) if isinstance(value, dict) else [value]
     named = not isinstance(value, dict) or all(isinstance(pattern, str) for pattern in value)
-    if not given or not named or not all(isinstance(kind, str) and kind in kinds for kind in given):
+    if not values or not named or not all(isinstance(kind, str) and kind in kinds for kind in values):
         raise PydanticCustomError("scales", f"Input should be one of {', '.join(kinds)}, or such by pattern")
     return value  # type: ignore[no-any-return]
 
 
 class QatConfig(Section):
-    """A short training on data.training towards the outputs of the float model; labels are not used."""
+    """Quantization-aware training (QAT): distillation from the float model on data.training, without labels."""
 
     epochs: float = Field(
         default=0.5,
         gt=0,
-        description="Passes over data.training: a tenth, or some more, of those that the model was fine-tuned with.",
+        description="Number of passes over data.training. Use a tenth of the epochs of the original fine-tuning, or "
+        "slightly more.",
     )
     learning_rate: float = Field(
         default=2e-5,
         gt=0,
         lt=1,
-        description="The highest rate, about 1% of that of a training from scratch; it rises over the first tenth of "
-        "the steps and falls with a cosine.",
+        description="Peak learning rate; use about 1% of a rate for training from scratch. It warms up during the "
+        "first tenth of the steps and follows a cosine decay.",
     )
     scale_learning_rate: float = Field(
         default=0.2,
         gt=0,
         lt=1,
-        description="The highest rate of learned scales of activations: how far a step moves one at most, as a share "
-        "of it. Learned scales of weights have the rate of the weights.",
+        description="Peak learning rate of learned activation scales, as the maximum relative change per step. "
+        "Learned weight scales use learning_rate.",
     )
     scales: Annotated[
         _Kind | dict[str, _Kind],
@@ -188,71 +187,76 @@ class QatConfig(Section):
         Expects("fixed, average or learned, or a mapping of patterns to these"),
     ] = Field(
         default="learned",
-        description="What becomes of the scales: 'fixed' as calibrated, 'average' follows the values, 'learned' is "
-        "trained; or these by pattern of sites and operands ('**.weight': fixed), of which the last that matches "
-        "decides.",
+        description="'fixed' keeps the calibrated scales, 'average' follows the activations, 'learned' trains the "
+        "scales. A mapping sets this by pattern of sites and operands, such as {'**.weight': fixed}; the last "
+        "matching pattern applies.",
     )
-    freeze_scales: float = Field(default=0.8, ge=0, le=1, description="Share of the steps after which scales stay.")
+    freeze_scales: float = Field(
+        default=0.8, ge=0, le=1, description="Fraction of the steps after which scales no longer change."
+    )
     temperature: float = Field(
-        default=1.0, gt=0, description="Both models' logits are divided by it before they are compared."
+        default=1.0, gt=0, description="Divisor of both models' logits in the distillation loss."
     )
     hidden: float = Field(
-        default=10.0, ge=0, description="Weight of the hidden states beside the output; 0: the output alone."
+        default=10.0, ge=0, description="Loss weight of the hidden states relative to the output. 0: the output only."
     )
     evaluations: int = Field(
-        default=5, ge=1, description="How often the score on data.tuning is taken, with a checkpoint each time."
+        default=5, ge=1, description="Number of evaluations on data.tuning; each one writes a checkpoint."
     )
     tolerance: float = Field(
         default=0.005,
         ge=0,
-        description="The state that is kept is the last whose score is at most so much worse than the best: scores of "
-        "some hundred rows differ by that much by chance, and the later state is nearer to the float model.",
+        description="Maximum score difference to the best checkpoint, in units of the metric. The last checkpoint "
+        "within this difference is kept: it is closer to the float model, and smaller differences are chance on "
+        "a few hundred samples.",
     )
     patience: int | None = Field(
-        default=None, ge=1, description="Stop after so many scores that are none to keep; null: never."
+        default=None,
+        ge=1,
+        description="Stop after this many evaluations in a row without a checkpoint worth keeping. null: do not "
+        "stop early.",
     )
-    seed: int = Field(default=0, ge=0, lt=2**47, description="Decides the order of the rows; below 2^47.")
+    seed: int = Field(default=0, ge=0, lt=2**47, description="Seed of the sample order; below 2^47.")
 
 
 Delivery: TypeAlias = Literal["processor", "triton", "gpu_check"]
-"""What a folder may hold for those who serve its engine."""
+"""Additional files for serving the engine."""
 
 
 class RunConfig(Section):
     """One run: one model, one data set, one engine, one report."""
 
     model: ModelConfig = Field(description="The float model and its task.")
-    quantize: bool = Field(
-        default=True, description="Quantize the model; false: the engine is that of the float model."
-    )
-    data: DataConfig = Field(description="The rows of each stage; none where model.source is a function.")
+    quantize: bool = Field(default=True, description="Quantize the model. false: build the engine of the float model.")
+    data: DataConfig = Field(description="Samples of each stage; empty if model.source is a function.")
     quantizer: QuantizerConfig = Field(default=QuantizerConfig(), description="What is quantized, and how.")
-    amp: AmpConfig | None = Field(default=None, description="Measure what each group costs; null: do not.")
+    amp: AmpConfig | None = Field(
+        default=None, description="Measurement of the sensitivity of each group. null: not measured."
+    )
     fallback: FallbackConfig | None = Field(
         default=None,
-        description="Put groups back to the fallback type; null: none. All but names measure amp, with the defaults "
-        "of that where a file has none.",
+        description="Groups to keep in float. null: none. Every choice except names measures amp, with its defaults "
+        "if the section is missing.",
     )
-    qat: QatConfig | None = Field(
-        default=None, description="Train the model with rounded operands before it is exported; null: do not."
-    )
-    export: ExportConfig = Field(default=ExportConfig(), description="How the ONNX file is written.")
-    engine: EngineConfig = Field(default=EngineConfig(), description="How the engine is built and run.")
-    report: ReportConfig = Field(default=ReportConfig(), description="What is measured at the end.")
+    qat: QatConfig | None = Field(default=None, description="Quantization-aware training before export. null: none.")
+    export: ExportConfig = Field(default=ExportConfig(), description="Export to ONNX.")
+    engine: EngineConfig = Field(default=EngineConfig(), description="Build and execution of the engine.")
+    report: ReportConfig = Field(default=ReportConfig(), description="Measurements and the form of the report.")
     deliver: Annotated[tuple[Delivery, ...], BeforeValidator(tuple_from_list), AfterValidator(unique)] = Field(
         default=(),
-        description="What the folder holds besides, for those who serve the engine of a checkpoint: 'processor', the "
-        "tokenizer or image processor with config.json, for quantizer.load_converted; 'triton', a model "
-        "repository; 'gpu_check', a script that checks an engine that was built for a GPU elsewhere.",
+        description="Additional files for serving the engine of a checkpoint. 'processor': the tokenizer or image "
+        "processor and config.json, for quantizer.load_converted. 'triton': a Triton model repository. "
+        "'gpu_check': a script that checks an engine that was built for the GPU of another machine.",
     )
     output: Text = Field(
-        default="runs/run", description="Folder of the run; a file's default is runs/ and the file's own name."
+        default="runs/run",
+        description="Folder of the run. The default of a run file is runs/ plus the name of the file.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _sizes_fit(cls, values: Any) -> Any:
-        """Let sizes that are not set fit those of the engine that are."""
+        """Move default sizes into the ranges of ``export.dynamic``."""
         sections: dict[str, type[Section]] = {"data": DataConfig, "model": ModelConfig, "report": ReportConfig}
         defaults = {
             (name, key): field.default
@@ -261,9 +265,8 @@ class RunConfig(Section):
         }
         return with_fitted_sizes(values, defaults) if isinstance(values, Mapping) else values
 
-    # Sections are checked against each other field by field: a validator of the whole run would run only if every
-    # section is valid, and so would not report its problems together with others. `info.data` has the valid sections
-    # above.
+    # Field validators check the sections against each other. A validator of the whole run would only run if every
+    # section is valid, and could not report its problems with the others. `info.data` holds the valid sections above.
 
     @field_validator("data")
     @classmethod
@@ -273,19 +276,19 @@ class RunConfig(Section):
         if isinstance(model, ModelConfig) and model.task is not None:
             needs_head = model.task == "embedding-classification"
             if needs_head and data.head is None:
-                text = f"is missing; expected the rows to fit the classifier of model.task {model.task!r} on"
+                text = f"is missing; expected samples to fit the classifier of model.task {model.task!r}"
                 problems.append(("head", text))
             if not needs_head and data.head is not None:
                 problems.append(("head", f"is not used by model.task {model.task!r}; remove it"))
-        other_rows = "expected other samples, by path, split, or offset and rows"
-        for name, rows, place, judged in (
+        remedy = "expected other samples, by path, split, or offset and samples"
+        for name, samples, other, other_samples in (
             ("tuning", data.tuning, "evaluation", data.evaluation),
             ("training", data.training, "evaluation", data.evaluation),
             ("training", data.training, "tuning", data.tuning),
         ):
-            if rows is not None and judged is not None and rows.overlaps(judged):
-                used = "the choice was made on" if name == "tuning" else "the model was trained on"
-                text = f"has rows of data.{place}: a score on rows that {used} is better than the model; {other_rows}"
+            if samples is not None and other_samples is not None and samples.overlaps(other_samples):
+                used = "the search was scored on" if name == "tuning" else "the model was trained on"
+                text = f"shares samples with data.{other}; a score on samples that {used} is too good; {remedy}"
                 problems.append((name, text))
         if problems:
             reject(*problems)
@@ -294,38 +297,38 @@ class RunConfig(Section):
     @field_validator("qat")
     @classmethod
     def _choices_have_what_they_need(cls, qat: QatConfig | None, info: ValidationInfo) -> QatConfig | None:
-        """Return ``qat`` if amp, and rows to tune and train on, are configured if needed and only then."""
+        """Check that ``amp``, ``data.tuning`` and ``data.training`` are set exactly if they are needed."""
         problems = []
         model, data, amp, fallback = (info.data.get(name) for name in ("model", "data", "amp", "fallback"))
         if isinstance(fallback, FallbackConfig) and fallback.names is None and "amp" in info.data and amp is None:
-            text = "needs the ranking that amp measures; expected an amp section, such as amp: {}"
+            text = "needs the sensitivities that amp measures; expected an amp section, such as amp: {}"
             problems.append(("/fallback", text))
         users = ["fallback.max_drop"] if isinstance(fallback, FallbackConfig) and fallback.max_drop is not None else []
         users += ["amp.measure 'metric'"] if isinstance(amp, AmpConfig) and amp.measure == "metric" else []
         if isinstance(model, ModelConfig) and model.task is None:
             if users and model.metric is None:
-                text = "is missing; expected the function that scores, such as 'my_pkg.data:score', for "
+                text = "is missing; expected a function that returns a score, such as 'my_pkg.data:score', for "
                 problems.append(("/model.metric", text + " and ".join(users)))
             if qat is not None:
-                text = "trains checkpoints; remove it: a module of one's own is trained in Python, by Quantizer.qat"
+                text = "trains only checkpoints; remove it, and train your module in Python with Quantizer.qat"
                 problems.append(("", text))
             if problems:
                 reject(*problems)
             return qat
         users += ["qat"] if qat is not None else []
         if isinstance(data, DataConfig) and users and data.tuning is None:
-            text = f"is missing; expected the rows to score on for {' and '.join(users)}, none of them of evaluation"
+            text = f"is missing; expected labelled samples for {' and '.join(users)} that are not in evaluation"
             problems.append(("/data.tuning", text))
         known = "amp" in info.data and "fallback" in info.data
         if isinstance(data, DataConfig) and known and not users and data.tuning is not None:
-            way = "" if fallback is None else ", and this fallback has no max_drop"
-            text = f"is used by fallback.max_drop, amp.measure 'metric' and qat only{way}; remove it"
+            condition = "" if fallback is None else ", but this fallback has no max_drop"
+            text = f"is only used by fallback.max_drop, amp.measure 'metric' and qat{condition}; remove it"
             text += "" if fallback is None else " (~data.tuning on the command line)"
             problems.append(("/data.tuning", text))
         if isinstance(data, DataConfig) and qat is not None and data.training is None:
-            problems.append(("/data.training", "is missing; expected the rows that qat trains on"))
+            problems.append(("/data.training", "is missing; expected the training samples of qat"))
         if isinstance(data, DataConfig) and qat is None and data.training is not None:
-            problems.append(("/data.training", "is used by qat only; remove it, or add qat: {}"))
+            problems.append(("/data.training", "is only used by qat; remove it, or add qat: {}"))
         if problems:
             reject(*problems)
         return qat
@@ -334,7 +337,7 @@ class RunConfig(Section):
     @classmethod
     def _is_of_a_quantized_model(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and not info.data.get("quantize", True):
-            reject(("", "is for a quantized model, and quantize is false; remove it"))
+            reject(("", "is not used, because quantize is false; remove it"))
         return value
 
     @field_validator("export")
@@ -345,14 +348,16 @@ class RunConfig(Section):
         if isinstance(quantizer, QuantizerConfig) and export.opset < _HALF_SCALES_OPSET:
             half = quantizer.target.float_dtype
             if half != "float32":
-                text = f"got {export.opset}; expected {_HALF_SCALES_OPSET} or later, the first with {half} scales"
+                text = f"got {export.opset}; expected {_HALF_SCALES_OPSET} or later, because {half} scales need it"
                 problems.append(("opset", text))
         rows, tokens = export.dynamic.batch[2], export.dynamic.sequence[2]
         reads = isinstance(model, ModelConfig) and model.task is not None
         if reads and isinstance(data, DataConfig) and data.batch_size > rows:
-            problems.append(("dynamic.batch", f"max is {rows}; expected at least data.batch_size, {data.batch_size}"))
+            problems.append(
+                ("dynamic.batch", f"the maximum is {rows}; expected at least data.batch_size, {data.batch_size}")
+            )
         if reads and isinstance(model, ModelConfig) and model.max_length > tokens:
-            text = f"max is {tokens}; expected at least model.max_length, {model.max_length}"
+            text = f"the maximum is {tokens}; expected at least model.max_length, {model.max_length}"
             problems.append(("dynamic.sequence", text))
         if problems:
             reject(*problems)
@@ -363,7 +368,7 @@ class RunConfig(Section):
     def _is_of_a_checkpoint(cls, deliver: tuple[Delivery, ...], info: ValidationInfo) -> tuple[Delivery, ...]:
         model = info.data.get("model")
         if deliver and isinstance(model, ModelConfig) and model.task is None:
-            reject(("", "is for checkpoints; remove it: quantizer.load reads the folder of a module"))
+            reject(("", "is only for checkpoints; remove it, and load the folder of your module with quantizer.load"))
         return deliver
 
     @field_validator("report")
@@ -377,19 +382,19 @@ class RunConfig(Section):
                 ("latency_batch", report.latency_batch, "batch"),
                 ("latency_sequence", report.latency_sequence, "sequence"),
             ):
-                # What is not set comes from the batches of a function.
+                # For a function, sizes that are not set come from its batches.
                 if batches and not (key in report.model_fields_set and axis in export.dynamic.model_fields_set):
                     continue
                 low, _, high = export.dynamic.batch if axis == "batch" else export.dynamic.sequence
                 if not low <= size <= high:
-                    problems.append((key, f"got {size}; expected {low} to {high}, the export.dynamic.{axis} range"))
+                    problems.append((key, f"got {size}; expected {low} to {high}, the range of export.dynamic.{axis}"))
         if problems:
             reject(*problems)
         return report
 
 
 def check_formats(config: QuantizerConfig) -> None:
-    """Raise if the target does not support all formats.
+    """Check that the target supports all formats.
 
     Raises:
         ConfigError: a list of all formats that the target does not support.
@@ -405,16 +410,16 @@ def least_opset(config: QuantizerConfig) -> int:
 
 
 def _least_opset(formats: Iterable[Format]) -> tuple[int, str]:
-    """Return the first opset with all formats, and the key of one that needs it."""
+    """Return the first opset with all formats, and the key of a format that requires it."""
     return max((least_opset_of(entry), entry.rule or "dtype") for entry in formats)
 
 
 def check_run(config: RunConfig) -> None:
-    """Raise if the target of a run does not support its settings, before anything is loaded.
+    """Check that the target of a run supports its settings, before anything is loaded.
 
     Raises:
-        ConfigError: a list of all formats that the target or the opset lacks, and of an inference precision, a compute
-            capability (or its formats) or engines without weights if the target does not support them.
+        ConfigError: a list of all formats, precisions, compute capabilities and options that the target or the opset
+            does not support.
     """
     target = config.quantizer.target
     default, rules = default_format(config.quantizer), rule_formats(config.quantizer)
@@ -423,19 +428,19 @@ def check_run(config: RunConfig) -> None:
     least, which = _least_opset(formats)
     if config.export.opset < least:
         problems.append(
-            f"export.opset: got {config.export.opset}; expected {least} or later, the first with the formats of "
-            f"quantizer.{which}"
+            f"export.opset: got {config.export.opset}; expected {least} or later, because the formats of "
+            f"quantizer.{which} need it"
         )
     names = {dtype.name for entry in formats for dtype in (entry.activations, entry.weights) if dtype is not None}
-    wanted = config.engine.compute_capability or ()
-    found = engine_problems(
+    capabilities = config.engine.compute_capability or ()
+    unsupported = engine_problems(
         [target],
         formats=names,
-        capabilities=[wanted] if isinstance(wanted, str) else wanted,
+        capabilities=[capabilities] if isinstance(capabilities, str) else capabilities,
         precision=config.engine.inference_precision,
         strip_weights=config.engine.strip_weights,
     )
-    problems += [f"engine.{problem.place}: {problem.text}" for problem in found]
+    problems += [f"engine.{problem.place}: {problem.text}" for problem in unsupported]
     if problems:
         raise ConfigError(problems)
 
@@ -447,7 +452,7 @@ def default_format(config: QuantizerConfig) -> Format:
 
 
 def rule_formats(config: QuantizerConfig) -> list[Format]:
-    """Return the format of each rule of ``formats``, in their order."""
+    """Return the format of each rule in ``formats``, in order."""
     default = config.activations.ranges if config.activations.ranges == "dynamic" else None
     return [
         Format(
@@ -461,10 +466,10 @@ def rule_formats(config: QuantizerConfig) -> list[Format]:
     ]
 
 
-def _activations(config: QuantizerConfig, wanted: str | None, dynamic: bool) -> QType | None:
-    """Return the format of activations, by the name that a rule gives it; None: they are not quantized."""
+def _activations(config: QuantizerConfig, name: str | None, dynamic: bool) -> QType | None:
+    """Return the format of activations; None if they are not quantized."""
     if dynamic:
         kernels = config.target.dynamic
-        # Without kernels the format is refused, whatever its codes.
+        # Without kernels, the format is rejected later, whatever its type.
         return UINT8 if kernels is None else qtype(kernels.dtype)
-    return None if wanted == "float" else qtype(wanted or config.dtype)
+    return None if name == "float" else qtype(name or config.dtype)

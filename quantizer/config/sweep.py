@@ -1,7 +1,8 @@
-"""A sweep: the runs of one or several files, one for each combination of the values that some keys have.
+"""A sweep: several runs, one for each combination of values of some keys, for one or several files.
 
-Values come from the section ``sweep`` of a file, dotted keys with a list each, and from overrides with commas outside
-brackets and quotes: ``quantizer.backend=openvino,onnxruntime``. In brackets a list is one value, as it is in a file.
+The values come from the ``sweep`` section of a file, which has one list for each dotted key. They also come from
+overrides with commas outside brackets and quotes: ``quantizer.backend=openvino,onnxruntime``. A list in brackets is one
+value.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from quantizer.config.yaml_file import Document, parse_yaml, read_yaml
 from quantizer.errors import ConfigError
 
 _LONGEST = 150
-"""The most bytes in the name of a run, which is that of its folder too, before a hash ends it."""
+"""Maximum length of a run's name, and so of its folder, in bytes; longer names end with a hash."""
 
 _OPEN, _CLOSED, _QUOTES = "[{(", "]})", "'\""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A key and the values that it has in turn.
+    """A key and its values in a sweep.
 
     Attributes:
         path: the path of the key.
         values: the values, in their order.
-        label: where they are written, for messages.
+        label: the place of the values, for messages.
     """
 
     path: KeyPath
@@ -50,8 +51,8 @@ class SweepRun:
     """One run of a sweep.
 
     Attributes:
-        name: the name, which is that of its folder below the folder of the sweep.
-        config: its configuration.
+        name: the name of the run and of its folder in the folder of the sweep.
+        config: the configuration.
     """
 
     name: str
@@ -60,7 +61,7 @@ class SweepRun:
 
 @dataclass(frozen=True)
 class _File:
-    """A file with its overrides, and the axes of its combinations."""
+    """A run file with its overrides and its axes."""
 
     path: str
     document: Document
@@ -81,13 +82,13 @@ class _File:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs of files and overrides, none of which is made before ``runs``."""
+    """The runs of files and overrides; ``runs`` creates their configurations."""
 
     files: tuple[_File, ...]
 
     @property
     def is_single(self) -> bool:
-        """True if this is one file without any list of values: one run, and no sweep."""
+        """True for one file without a list of values, which is a single run."""
         return len(self.files) == 1 and not self.files[0].axes
 
     @property
@@ -96,7 +97,7 @@ class Sweep:
         return sum(math.prod(len(axis.values) for axis in file.axes) for file in self.files)
 
     def folder(self) -> str:
-        """Return the folder without ``--output``: that of the file's run; of several files, one with their names.
+        """Return the default folder: the output of the file, or for several files a folder with their names.
 
         Raises:
             ConfigError: the file has problems.
@@ -107,24 +108,24 @@ class Sweep:
         return _configured(self.files[0], first).output
 
     def runs(self, folder: Path) -> list[SweepRun]:
-        """Return all runs, each with its own folder below ``folder`` as output.
+        """Return all runs, each with its own folder in ``folder`` as output.
 
         Raises:
-            ConfigError: a list of all problems of all configurations, or two runs have one name.
+            ConfigError: a list of all problems of all configurations, including runs with equal names.
         """
         runs: list[SweepRun] = []
-        told: dict[str, str] = {}
+        origins: dict[str, str] = {}
         problems: dict[str, None] = {}
         for file in self.files:
-            named = _short_names(file.axes)
+            short_names = _short_names(file.axes)
             for values in _combinations(file):
-                name = _name(file.stem if len(self.files) > 1 else "", named, values)
-                what = ", ".join(f"{path_text(axis.path)}={_text(value)}" for axis, value in values)
-                whole = f"{file.path} with {what}" if what else file.path
-                if name in told:
-                    text = f"two runs have the name {name!r}: {told[name]}, and {whole}"
-                    problems.setdefault(f"{text}; expected other values, each once, or other names of files")
-                told[name] = whole
+                name = _name(file.stem if len(self.files) > 1 else "", short_names, values)
+                settings = ", ".join(f"{path_text(axis.path)}={_text(value)}" for axis, value in values)
+                origin = f"{file.path} with {settings}" if settings else file.path
+                if name in origins:
+                    text = f"two runs have the name {name!r}: {origins[name]}, and {origin}"
+                    problems.setdefault(f"{text}; expected different values and different file names")
+                origins[name] = origin
                 try:
                     config = _configured(file, values)
                     runs.append(SweepRun(name, config.model_copy(update={"output": str(folder / name)})))
@@ -137,41 +138,43 @@ class Sweep:
 
 @dataclass
 class _Reader:
-    """Reads the axes of one file; problems are collected."""
+    """Reader of the axes of one file, which collects all problems."""
 
     axes: dict[KeyPath, Axis] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def section(self, path: str, document: Document) -> None:
-        """Read the section ``sweep``."""
+        """Read the ``sweep`` section of a file."""
         section = document.value.get(SWEEP) if isinstance(document.value, dict) else None
         if section is None:
             return
-        where = f"{path}:{document.line((SWEEP,))}: {SWEEP}"
+        place = f"{path}:{document.line((SWEEP,))}: {SWEEP}"
         if not isinstance(section, Mapping):
-            got = words_for(section)
-            self.problems.append(f"{where}: got {got}; expected a section, each key in dots with a list of its values")
+            kind = words_for(section)
+            self.problems.append(
+                f"{place}: got {kind}; expected a section with dotted keys and a list of values for each"
+            )
             return
         for key, values in section.items():
             line = f"{path}:{document.line((SWEEP, key))}"
             if not isinstance(values, list) or not values:
-                got = "is an empty list" if values == [] else f"got {words_for(values)}"
-                text = f"{got}; expected a list of values, such as {key}: [a, b]"
+                kind = "is an empty list" if values == [] else f"got {words_for(values)}"
+                text = f"{kind}; expected a list of values, such as {key}: [a, b]"
                 self.problems.append(f"{line}: {SWEEP}.{key}: {text}")
                 continue
             self._add(str(key), values, line)
 
     def override(self, text: str) -> bool:
-        """Read an override with several values; return False if it is an ordinary one."""
-        key, sign, written = text.partition("=")
+        """Read an override; return False if it does not have several values."""
+        key, equals, yaml_text = text.partition("=")
         label = f"override {text!r}"
-        parts = split_values(written) if sign and not key.startswith("~") else []
+        parts = split_values(yaml_text) if equals and not key.startswith("~") else []
         if len(parts) < 2:
             path = tuple(key.removeprefix("~").split("."))
-            self.axes = {at: axis for at, axis in self.axes.items() if at[: len(path)] != path}
+            self.axes = {key_path: axis for key_path, axis in self.axes.items() if key_path[: len(path)] != path}
             return False
         if not all(part.strip() for part in parts):
-            self.problems.append(f"{label}: has an empty value in its list; expected {key}=a,b, or quotes for a text")
+            self.problems.append(f"{label}: a value in the list is empty; expected {key}=a,b, or quotes around a text")
             return True
         values = []
         for part in parts:
@@ -188,21 +191,21 @@ class _Reader:
     def _add(self, key: str, values: Sequence[Any], label: str) -> None:
         path: KeyPath = tuple(key.split("."))
         if not all(path):
-            self.problems.append(f"{label}: {key!r} is no key; expected one in dots, such as quantizer.backend")
+            self.problems.append(f"{label}: {key!r} is not a key; expected a dotted key, such as quantizer.backend")
         elif path == ("output",):
             self.problems.append(
-                f"{label}: output: each run of a sweep has its own folder; name the sweep's by --output"
+                f"{label}: output: each run of a sweep gets its own folder; set the folder of the sweep with --output"
             )
         else:
             self.axes[path] = Axis(path, tuple(values), label)
 
 
 def read_sweep(paths: Sequence[str], overrides: Sequence[str] = ()) -> Sweep:
-    """Read files and overrides, without making the configurations of their runs.
+    """Return the sweep of run files and overrides; configurations are not created yet.
 
     Args:
-        paths: the files, each with a run.
-        overrides: as for ``load_run``, and with several values for one key.
+        paths: the run files.
+        overrides: as in ``load_run``; a key may have several values.
 
     Raises:
         ConfigError: a file cannot be read, or a list of values has problems.
@@ -214,7 +217,9 @@ def read_sweep(paths: Sequence[str], overrides: Sequence[str] = ()) -> Sweep:
         reader.section(fspath(path), document)
         plain = tuple(text for text in overrides if not reader.override(text))
         if "~sweep" in plain:
-            reader.axes = {at: axis for at, axis in reader.axes.items() if axis.label.startswith("override")}
+            reader.axes = {
+                key_path: axis for key_path, axis in reader.axes.items() if axis.label.startswith("override")
+            }
         problems += reader.problems
         files.append(_File(fspath(path), document, plain, tuple(reader.axes.values())))
     if problems:
@@ -223,9 +228,9 @@ def read_sweep(paths: Sequence[str], overrides: Sequence[str] = ()) -> Sweep:
 
 
 def split_values(written: str) -> list[str]:
-    """Return the parts of a value between its commas, those in brackets and quotes left out.
+    """Split a value at its commas, except in brackets and quotes.
 
-    A quote counts where a part, or an entry in brackets, begins with it: in ``it's`` it is a letter.
+    A quote only counts at the start of a part or of an entry in brackets: in ``it's`` it is a letter.
     """
     parts, depth, quote = [""], 0, ""
     for letter in written:
@@ -245,7 +250,7 @@ def split_values(written: str) -> list[str]:
 
 
 def _combinations(file: _File) -> Iterator[tuple[tuple[Axis, Any], ...]]:
-    """Yield the value of each axis, the last axis changing fastest."""
+    """Yield all combinations of axis values; the last axis changes fastest."""
     for values in product(*(axis.values for axis in file.axes)):
         yield tuple(zip(file.axes, values, strict=True))
 
@@ -260,25 +265,25 @@ def _configured(file: _File, values: Sequence[tuple[Axis, Any]]) -> RunConfig:
 
 
 def _short_names(axes: Sequence[Axis]) -> dict[KeyPath, str]:
-    """Return the last part of each key, or all of it where two keys end alike."""
+    """Return the last part of each key, or the full key if two keys end alike."""
     ends = [axis.path[-1] for axis in axes]
     return {axis.path: str(axis.path[-1]) if ends.count(axis.path[-1]) == 1 else path_text(axis.path) for axis in axes}
 
 
-def _name(stem: str, named: Mapping[KeyPath, str], values: Sequence[tuple[Axis, Any]]) -> str:
+def _name(stem: str, short_names: Mapping[KeyPath, str], values: Sequence[tuple[Axis, Any]]) -> str:
     parts = [stem] if stem else []
     for axis, value in values:
         plain = re.sub(r"[^\w.+=-]+", "_", _text(value)).strip("_")
-        parts.append(f"{named[axis.path]}={plain}")
-    whole = ",".join(parts)
-    encoded = whole.encode()
+        parts.append(f"{short_names[axis.path]}={plain}")
+    name = ",".join(parts)
+    encoded = name.encode()
     if len(encoded) <= _LONGEST:
-        return whole
+        return name
     return f"{encoded[:_LONGEST].decode(errors='ignore')}-{hashlib.sha256(encoded).hexdigest()[:8]}"
 
 
 def _text(value: Any) -> str:
-    """Return a value as it would be written in YAML, in one line."""
+    """Return a value as one line of YAML."""
     if isinstance(value, str):
         return value
     return str(yaml.safe_dump(value, default_flow_style=True, width=math.inf)).removesuffix("\n...\n").strip()

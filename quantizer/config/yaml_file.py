@@ -1,7 +1,7 @@
 """Reading of a YAML file as plain values, with the line of each key and entry.
 
-Only the YAML that a configuration needs is accepted: mappings with text as keys, lists, text, numbers, true, false,
-null, and aliases. Tags, merge keys and duplicate keys are problems; all problems are collected, not only the first.
+Accepted YAML: mappings with text keys, lists, text, numbers, true, false, null, and aliases. Tags, merge keys and
+duplicate keys are problems. All problems are collected, not only the first.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _INT_LIMIT = 2**63
 _LONGEST = 2**26
 _NUMBERS = {_TAG + "int", _TAG + "float"}
 _OLD_NUMBER = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+(:[0-9_]+)+(\.[0-9_]*)?)")
-"""Numbers such as 010 or 1:30, which YAML 1.1 reads in another base than ten, against the expectation of users."""
+"""Numbers such as 010 or 1:30, which YAML 1.1 reads as octal or base 60."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A part of the text that is not a plain value.
+    """A problem of the YAML text.
 
     Attributes:
         line: the line, from 1.
         path: the path of the value.
         text: the problem, and the expected value.
-        hole: the value could not be read, and is replaced by None.
+        hole: the value could not be read and became None.
     """
 
     line: int
@@ -51,8 +51,8 @@ class Document:
 
     Attributes:
         value: the plain value.
-        faults: the parts of the text that are not plain values.
-        root: the node tree, which has the lines.
+        faults: the problems of the text.
+        root: the node tree, which knows the lines.
     """
 
     value: Any = None
@@ -61,7 +61,7 @@ class Document:
     _places: dict[int, dict[str, tuple[int, yaml.Node]]] = field(default_factory=dict)
 
     def line(self, path: KeyPath) -> int | None:
-        """Return the line of the key or list entry at ``path``, from 1; None if the text has no such path."""
+        """Return the line of the key or list entry at ``path``, from 1; None if the path does not exist."""
         node = self.root
         line = node.start_mark.line if node is not None else None
         for step in path:
@@ -75,24 +75,24 @@ class Document:
         return line + 1 if line is not None else None
 
     def _keys(self, mapping: yaml.MappingNode) -> dict[str, tuple[int, yaml.Node]]:
-        """Return the line, from 0, and the value of each key; cached, because a text may have thousands of keys."""
-        found = self._places.get(id(mapping))
-        if found is None:
-            found = self._places[id(mapping)] = {}
+        """Return the line, from 0, and the value node of each key; cached for texts with thousands of keys."""
+        keys = self._places.get(id(mapping))
+        if keys is None:
+            keys = self._places[id(mapping)] = {}
             for key, value in mapping.value:
                 if isinstance(key, yaml.ScalarNode) and key.tag in _TEXTS:
-                    found.setdefault(key.value, (key.start_mark.line, value))
-        return found
+                    keys.setdefault(key.value, (key.start_mark.line, value))
+        return keys
 
 
 class _Reader:
-    """A converter of node trees to plain values.
+    """Converter of node trees to plain values.
 
     Attributes:
         loader: the loader that constructs numbers, true, false and null.
         faults: the faults so far.
-        done: values by the id of their node; an alias is the same node again.
-        open: ids of the nodes that are being read, to detect a value that contains itself.
+        done: values by the id of their node; an alias is the same node.
+        open: ids of the nodes being read, to detect a value that contains itself.
     """
 
     def __init__(self, loader: yaml.SafeLoader) -> None:
@@ -106,7 +106,7 @@ class _Reader:
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         if id(node) in self.open:
-            self.fault(node, path, "contains itself through an alias; expected a value that ends", hole=True)
+            self.fault(node, path, "contains itself through an alias; expected a finite value", hole=True)
             return None
         if id(node) not in self.done:
             self.open.add(id(node))
@@ -131,15 +131,17 @@ class _Reader:
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         if node.tag in _NUMBERS and _OLD_NUMBER.fullmatch(node.value):
-            what = "a number to the base of 60" if ":" in node.value else "an octal number"
-            text = f"{node.value!r} is {what} to YAML; expected decimal digits without a leading 0: quote text"
+            notation = "a base-60 number" if ":" in node.value else "an octal number"
+            text = f"YAML reads {node.value!r} as {notation}; expected decimal digits without a leading 0: quote text"
             self.fault(node, path, text, hole=True)
             return None
         try:
             value = self.loader.construct_object(node)
         except (ValueError, KeyError, IndexError, yaml.YAMLError):
             kind = node.tag.replace(_TAG, "!!")
-            self.fault(node, path, f"{node.value[:60]!r} is no {kind}; expected a plain value: quote text", hole=True)
+            self.fault(
+                node, path, f"{node.value[:60]!r} is not a valid {kind}; expected a plain value: quote text", hole=True
+            )
             return None
         if isinstance(value, int) and abs(value) >= _INT_LIMIT:
             self.fault(node, path, "the number is too large; expected one that fits in 64 bits", hole=True)
@@ -154,12 +156,12 @@ class _Reader:
                 self.fault(key_node, path, "merge keys ('<<') are not supported; expected the keys written out")
                 continue
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in _TEXTS:
-                shown = f"{key_node.value!r} " if isinstance(key_node, yaml.ScalarNode) else ""
-                self.fault(key_node, path, f"the key {shown}is not text; expected a name (quote it if it is one)")
+                name = f"{key_node.value!r} " if isinstance(key_node, yaml.ScalarNode) else ""
+                self.fault(key_node, path, f"the key {name}is not text; expected a name: quote it if it is text")
                 continue
             key = key_node.value
             if key in lines:
-                text = f"the key is written twice, first in line {lines[key]}; expected it once: remove one"
+                text = f"the key appears twice, first in line {lines[key]}; expected it once: remove one"
                 self.fault(key_node, (*path, key), text)
                 continue
             lines[key] = key_node.start_mark.line + 1
@@ -175,7 +177,7 @@ def parse_yaml(text: str, label: str) -> Document:
         label: the file name, for messages.
 
     Raises:
-        ConfigError: the text is not YAML. YAML that no configuration may have is recorded in ``faults`` instead.
+        ConfigError: the text is not YAML. Valid YAML that a configuration may not contain is listed in ``faults``.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -184,13 +186,15 @@ def parse_yaml(text: str, label: str) -> Document:
         value = None if root is None else reader.value(root, ())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = ", ".join(part for part in (error.context, error.problem) if part)
+        cause = ", ".join(part for part in (error.context, error.problem) if part)
         line = mark.line + 1 if mark is not None else 1
-        raise ConfigError([f"{label}:{line}: the YAML does not parse: {what}; expected valid YAML"]) from error
+        raise ConfigError([f"{label}:{line}: the YAML cannot be parsed: {cause}; expected valid YAML"]) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        shown = repr(text[error.position : error.position + 1])
-        problem = f"{label}:{line}: the character {shown} is not allowed in YAML; expected printable text: remove it"
+        character = repr(text[error.position : error.position + 1])
+        problem = (
+            f"{label}:{line}: the character {character} is not allowed in YAML; expected printable text: remove it"
+        )
         raise ConfigError([problem]) from error
     except RecursionError as error:
         raise ConfigError([f"{label}:1: the YAML is nested too deeply; expected a few levels"]) from error
@@ -201,18 +205,18 @@ def read_yaml(path: str | PathLike[str]) -> Document:
     """Read one YAML file, as UTF-8.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, or it is not YAML.
+        ConfigError: the file does not exist, cannot be read, or is not YAML.
     """
     try:
-        # A pipe is fine, as of  quantizer run <(make_config), but not without an end.
+        # A pipe works, as in  quantizer run <(make_config), but must end.
         with Path(path).open("rb") as stream:
             content = stream.read(_LONGEST + 1)
         if len(content) > _LONGEST:
             raise ValueError(f"it has more than {_LONGEST:,} bytes")
         text = content.decode("utf-8")
     except FileNotFoundError as error:
-        near = _neighbours(Path(path))
-        raise ConfigError([f"{path}: there is no such file; expected a YAML file{near}"]) from error
+        siblings = _neighbours(Path(path))
+        raise ConfigError([f"{path}: the file does not exist; expected a YAML file{siblings}"]) from error
     except IsADirectoryError as error:
         raise ConfigError([f"{path}: this is a folder; expected a YAML file{_neighbours(Path(path) / 'x')}"]) from error
     except UnicodeDecodeError as error:

@@ -1,3 +1,5 @@
-"""The commands ``quantizer run`` and ``quantizer convert``: all stages on a task, timed, resumable and reported."""
+"""Runs from a model and its data to engines and reports, as in ``quantizer run``, ``convert`` and
+``quantize_model``.
+"""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run's engines: options of their build, latency, interleaved, and memory, each engine in its own process."""
+"""The engines of a run: build options, latency in interleaved rounds, and memory in a process of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, InputSizes, interleaved_latency, peak_memory_mib
 from quantizer.errors import EngineError
-from quantizer.pipeline.context import RunContext, Runs, engine_inputs
+from quantizer.pipeline.context import RunContext, Runnable, engine_inputs
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs, open_sizes
 from quantizer.report import EngineFile, Latency, MemoryEntry, RunRecord, latency_entries, memory_entries, text
 from quantizer.report.record import EngineChoice
@@ -23,23 +23,23 @@ from quantizer.utils.files import NO_STORE
 from quantizer.utils.sizes import BATCH, SEQUENCE
 
 PYTORCH = "PyTorch float"
-"""The name of the float model in PyTorch, where engines are timed beside it."""
+"""The name of the PyTorch float model in benchmarks."""
 
-NOT_VERIFIED = "not verified: built ahead of time, and there is no GPU here"
+NOT_VERIFIED = "not verified: built ahead of time, and this machine has no GPU"
 
 _LATENCY_ROUNDS, _LATENCY_SECONDS = 15, 30.0
 
 
 def run_sizes(config: RunConfig, context: RunContext) -> InputSizes:
-    """Return the sizes at which engines are run and timed, by name where they are not those of a task."""
+    """Return the sizes at which engines run; named dimensions of a Python module get their usual size."""
     sizes, report = context.feed.sizes, config.report
-    asked = {BATCH: report.latency_batch, SEQUENCE: report.latency_sequence}
-    named = {} if sizes is None else {name: asked.get(name, size) for name, size in sizes.usual.items()}
+    latency_sizes = {BATCH: report.latency_batch, SEQUENCE: report.latency_sequence}
+    named = {} if sizes is None else {name: latency_sizes.get(name, size) for name, size in sizes.usual.items()}
     return InputSizes(report.latency_batch, report.latency_sequence, named)
 
 
 def build_options(config: RunConfig, dimensions: Mapping[str, Sequence[int]] | None = None) -> BuildOptions:
-    """Return the options of a build for these sizes of open dimensions; None: rows, and tokens of a text."""
+    """Return the build options for these ranges of dynamic dimensions; None for the ranges of ``export.dynamic``."""
     return BuildOptions(
         dynamic=open_sizes(config) if dimensions is None else dimensions,
         compute_capability=config.engine.compute_capability,
@@ -50,15 +50,15 @@ def build_options(config: RunConfig, dimensions: Mapping[str, Sequence[int]] | N
 
 
 def engine_file(backend: str, built: BuildResult, *, ran: bool, scored: bool) -> EngineFile:
-    """Return the record of the engine's file."""
-    verified = "ran here, and was scored" if scored else "ran here, and its outputs were compared"
+    """Return the record of an engine file."""
+    verified = "ran on this machine and was scored" if scored else "ran on this machine, and its outputs were compared"
     if not ran:
         verified = NOT_VERIFIED
     return EngineFile(backend=backend, path=built.path.name, build_seconds=built.seconds, verified=verified)
 
 
 def timed_shapes(config: RunConfig) -> list[tuple[int, int]]:
-    """Return the rows and tokens at which latency is measured, the usual ones first."""
+    """Return the (batch, sequence) sizes of the latency benchmarks, the usual size first."""
     dynamic, report = config.export.dynamic, config.report
     usual = (report.latency_batch, report.latency_sequence)
     if report.latency_shapes == "usual":
@@ -67,7 +67,7 @@ def timed_shapes(config: RunConfig) -> list[tuple[int, int]]:
 
 
 def timed_batches(context: RunContext, config: RunConfig, samples: Sequence[Any]) -> list[Batch]:
-    """Return a batch of each size at which latency is measured, the usual one first; images have one length."""
+    """Return one batch for each size of the latency benchmarks, the usual size first."""
     batches = [context.feed.inputs.filled(samples, *shape) for shape in timed_shapes(config)]
     return list({batch_shape(batch): batch for batch in batches}.values())
 
@@ -76,45 +76,45 @@ def measure_latency(
     context: RunContext,
     config: RunConfig,
     graphs: Graphs,
-    engines: Mapping[str, Runs],
+    engines: Mapping[str, Runnable],
     single: Mapping[str, Mapping[str, Engine]],
     reference: str,
     samples: Sequence[Any],
 ) -> tuple[Latency, ...]:
-    """Return the latency of each engine, interleaved, at the usual sizes first; then of each graph, if several.
+    """Return the latency of each engine, the usual size first; with several graphs, also of each graph.
 
-    With all shapes, or where there is no float engine, the float model in PyTorch is timed with them.
+    The float model in PyTorch is also timed for ``latency_shapes: all``, or if there is no float engine.
     """
-    models = {name: graphs.timed(one) for name, one in engines.items()}
-    beside = config.report.latency_shapes == "all"
+    models = {name: graphs.timed(form) for name, form in engines.items()}
+    with_pytorch = config.report.latency_shapes == "all"
     if "float" not in engines:
         models, reference = {"float": graphs.timed(context.model), **models}, PYTORCH
-    elif beside:
+    elif with_pytorch:
         models[PYTORCH] = graphs.timed(context.model)
     threads = config.engine.threads
 
-    def taken(models: Mapping[str, Runs], batch: Batch, graph: str | None = None) -> Latency:
+    def latency_of(models: Mapping[str, Runnable], batch: Batch, graph: str | None = None) -> Latency:
         rows, tokens = batch_shape(batch)
         entries = latency_entries(times_of(models, batch, threads))
         return Latency(graph=graph, batch=rows, sequence=tokens, threads=threads, reference=reference, engines=entries)
 
     with context.timer("measure latency"):
-        found = [taken(models, batch) for batch in timed_batches(context, config, samples)]
+        latencies = [latency_of(models, batch) for batch in timed_batches(context, config, samples)]
     if not graphs.several:
-        return tuple(found)
-    with context.timer("measure the parts"):
+        return tuple(latencies)
+    with context.timer("measure the graphs"):
         modules, checked = graphs.modules(context.model), graphs.checked_on(config, samples)
         for graph in graphs.names:
-            plain: dict[str, Runs] = {"float": modules[graph]} if "float" not in single else {}
-            of_graph = plain | {name: one[graph] for name, one in single.items()}
-            of_graph |= {PYTORCH: modules[graph]} if beside and not plain else {}
-            batches = checked[graph] if beside else checked[graph][:1]
-            found += [taken(of_graph, batch, graph) for batch in batches]
-    return tuple(found)
+            plain: dict[str, Runnable] = {"float": modules[graph]} if "float" not in single else {}
+            of_graph = plain | {name: form[graph] for name, form in single.items()}
+            of_graph |= {PYTORCH: modules[graph]} if with_pytorch and not plain else {}
+            batches = checked[graph] if with_pytorch else checked[graph][:1]
+            latencies += [latency_of(of_graph, batch, graph) for batch in batches]
+    return tuple(latencies)
 
 
-def times_of(models: Mapping[str, Runs], batch: Batch, threads: int) -> dict[str, list[float]]:
-    """Return the times in ms of models and engines on one batch, interleaved, all with as many threads."""
+def times_of(models: Mapping[str, Runnable], batch: Batch, threads: int) -> dict[str, list[float]]:
+    """Return interleaved latencies in ms of models and engines on one batch, all with the same number of threads."""
     calls = {name: _call(model, batch) for name, model in models.items()}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -122,44 +122,44 @@ def times_of(models: Mapping[str, Runs], batch: Batch, threads: int) -> dict[str
         seconds = interleaved_latency(calls, rounds=_LATENCY_ROUNDS, seconds=_LATENCY_SECONDS)
     finally:
         torch.set_num_threads(before)
-    return {name: [1000 * one for one in taken] for name, taken in seconds.items()}
+    return {name: [1000 * duration for duration in durations] for name, durations in seconds.items()}
 
 
-def _call(model: Runs, batch: Batch) -> Callable[[], object]:
+def _call(model: Runnable, batch: Batch) -> Callable[[], object]:
     if isinstance(model, nn.Module):
         return torch.no_grad()(partial(model, **batch))
-    # Servers call an engine with arrays: their conversion does not count.
+    # Servers call an engine with arrays, so the conversion is not timed.
     return partial(model, engine_inputs(model, batch))
 
 
 def with_deployed(
     choice: EngineChoice | None, latency: Latency | None, backend: str, is_float_right: bool = True
 ) -> EngineChoice | None:
-    """Return a choice with the file of the run that is the fastest, now that groups may have gone back to float."""
+    """Return a choice that names the fastest file of the run, because the fallback may have changed the order."""
     entries = {} if latency is None else {entry.name: entry for entry in latency.engines}
     if choice is None or latency is None or latency.reference == PYTORCH or not {"float", "engine"} <= set(entries):
         return choice
     low, plain = (f"{stem}.engine" for stem in (QUANTIZED_STEM, FLOAT_STEM))
     ratio = entries["engine"].ratio_to_float
     if ratio >= 1:
-        return replace(choice, deploy=f"{low}, {text.times(ratio)} as fast as {plain} beside it")
+        return replace(choice, deploy=f"{low}, {text.times(ratio)} as fast as {plain} next to it")
     if not is_float_right:
         return choice
-    best, lost = choice.candidates[0], f"{plain}; the quantized {low} beside it has {text.times(ratio)} its speed"
+    best, lost = choice.candidates[0], f"{plain}; the quantized {low} next to it has {text.times(ratio)} its speed"
     other = f"; {best.name} was faster than both" if best.is_float and best.backend != backend else ""
     return replace(choice, deploy=f"{lost}{other}")
 
 
 def deployed(record: RunRecord) -> str:
-    """Return which engine of a run is to be served, ``engine`` or, where a choice found it faster, ``float``."""
+    """Return the engine to deploy: ``engine``, or ``float`` if a choice found it faster."""
     deploy = "" if record.choice is None else record.choice.deploy or ""
     return "float" if deploy.startswith(f"{FLOAT_STEM}.engine") else "engine"
 
 
 def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, BuildResult]) -> tuple[MemoryEntry, ...]:
-    """Return the peak memory of each engine beyond that of an empty process; nothing, with a warning, if that fails.
+    """Return the peak memory of each engine above an empty process in MiB.
 
-    It is the last figure of a run that is complete without it.
+    It warns and returns nothing if the measurement fails, because the results are complete without it.
     """
     sizes = run_sizes(config, context)
 
@@ -177,6 +177,6 @@ def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, B
         try:
             peaks = {name: peak_mib(name) for name in built}
         except EngineError as error:
-            warnings.warn(f"memory was not measured, and the result is complete without it: {error}", stacklevel=2)
+            warnings.warn(f"memory was not measured; all other results are complete: {error}", stacklevel=2)
             return ()
     return memory_entries(peaks)

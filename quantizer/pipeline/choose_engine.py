@@ -1,5 +1,4 @@
-"""The stage of a run that chooses its engine: all candidates for this CPU, from one calibration, timed in interleaved
-rounds."""
+"""The choice of an engine: all candidates for this CPU, from one calibration, benchmarked in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from quantizer.engines.for_this_cpu import Variant, cpu_candidates
 from quantizer.engines.measure import tried_build
 from quantizer.pipeline.benchmark import build_options, run_sizes, timed_batches, times_of
 from quantizer.pipeline.compare_outputs import OutputCheck, References, check_engine, far_from_float, tolerance
-from quantizer.pipeline.context import RunContext, Runs, as_predictor
+from quantizer.pipeline.context import RunContext, Runnable, as_predictor
 from quantizer.pipeline.fastest_engine import (
     FAILURES,
     NO_FASTER,
@@ -41,7 +40,7 @@ from quantizer.pipeline.fastest_engine import (
     variants_of,
 )
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
-from quantizer.pipeline.run_engines import MadeEngine, RunEngines, built_once, export_float, export_quantized
+from quantizer.pipeline.run_engines import BuiltEngine, RunEngines, built_once, export_float, export_quantized
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.pipeline.workload import Workload
 from quantizer.plan.targets import AUTO
@@ -53,14 +52,14 @@ from quantizer.utils.progress import counted
 
 
 @dataclass(frozen=True)
-class Picked:
-    """The backend of a run.
+class PickedBackend:
+    """The chosen backend of a run.
 
     Attributes:
-        config: the configuration with the backend, and what else the chosen engine is built with.
-        quantizer: the quantizer for it, from the same calibration; None: nothing is quantized.
-        choice: what was tried.
-        engines: its engines, of the float model and of the plan without a fallback.
+        config: the configuration with the backend and the build settings of the chosen engine.
+        quantizer: its quantizer, from the same calibration; None if nothing is quantized.
+        choice: the record of all candidates.
+        engines: the engines of the backend: float, and quantized without a fallback.
     """
 
     config: RunConfig
@@ -70,44 +69,44 @@ class Picked:
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """A candidate whose engines were built and are right; its record has no times yet."""
+class _Checked:
+    """A candidate with correct engines and without latencies yet."""
 
     variant: Variant
     candidate: Candidate
-    made: Mapping[str, MadeEngine]
-    runs: Runs
+    made: Mapping[str, BuiltEngine]
+    runs: Runnable
 
 
 def chooses(config: RunConfig) -> bool:
     """Return whether a run chooses its engine: with ``auto``, unless there is a GPU and no backend is named."""
-    wanted = config.quantizer
-    return wanted.backend == AUTO and (bool(wanted.candidates) or not torch.cuda.is_available())
+    settings = config.quantizer
+    return settings.backend == AUTO and (bool(settings.candidates) or not torch.cuda.is_available())
 
 
 def with_backend(config: RunConfig, name: str) -> RunConfig:
-    """Return the configuration with another backend."""
+    """Return a configuration with this backend and without candidates."""
     return config.model_copy(
         update={"quantizer": config.quantizer.model_copy(update={"backend": name, "candidates": ()})}
     )
 
 
 def _in_float(config: RunConfig) -> RunConfig:
-    """Return the configuration of a run that builds the engine of the float model alone."""
+    """Return the configuration of a run that only builds the engine of the float model."""
     data = config.data.model_copy(update=dict.fromkeys(("calibration", "tuning", "training")))
     return config.model_copy(update={"quantize": False, "data": data, **dict.fromkeys(("amp", "fallback", "qat"))})
 
 
 def _with_variant(config: RunConfig, variant: Variant, quantizer: Quantizer | None) -> RunConfig:
-    """Return the configuration of a run that goes on with one variant, and with the settings of its quantizer."""
+    """Return the configuration of a run that continues with one variant and its quantizer."""
     ranges = {"ranges": quantizer.config.activations.ranges} if variant.dynamic and quantizer is not None else {}
     activations = config.quantizer.activations.model_copy(update=ranges)
-    told = {"inference_precision": variant.precision, "compiled": variant.compiled}
+    engine_settings = {"inference_precision": variant.precision, "compiled": variant.compiled}
     chosen = {"backend": variant.backend, "candidates": (), "activations": activations}
     return config.model_copy(
         update={
             "quantizer": config.quantizer.model_copy(update=chosen),
-            "engine": config.engine.model_copy(update=told),
+            "engine": config.engine.model_copy(update=engine_settings),
         }
     )
 
@@ -118,30 +117,30 @@ def pick_backend(
     calibrated: Calibrated,
     samples: Sequence[Any],
     folder: Path,
-    among: Sequence[str],
+    candidates: Sequence[str],
     *,
     fastest: bool,
-) -> Picked:
-    """Return the backend with the fastest engine, and what was tried.
+) -> PickedBackend:
+    """Return the backend with the fastest engine, and the record of the choice.
 
-    Where an engine in float is the fastest, the run goes on with that backend, so that its ``float.engine`` is the
-    fastest of all; unless that backend has no engine in INT8. With ``fastest`` it goes on with that engine alone.
+    If a float engine is the fastest, the run continues with its backend, unless that backend has no INT8 engine. With
+    ``fastest``, it continues with that engine only.
     """
-    context, (_, missing) = work.context, cpu_candidates(among)
-    variants = variants_of(config, among)
+    context, (_, missing) = work.context, cpu_candidates(candidates)
+    variants = variants_of(config, candidates)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
         batches = timed_batches(context, config, samples)
-        maker = _Maker(work, config, calibrated, batches[0], samples, Path(scratch))
-        tried, out = maker.all(variants)
-        shapes = _time(tried, out, batches, config.engine.threads, work.graphs)
+        maker = _CandidateBuilder(work, config, calibrated, batches[0], samples, Path(scratch))
+        correct, rejected = maker.all(variants)
+        shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs)
         choice = bound(
-            choose([*(one.candidate for one in tried.values()), *out], shapes, missing),
-            lambda candidate: _inspected(context, config, tried[candidate.name]),
+            choose([*(entry.candidate for entry in correct.values()), *rejected], shapes, missing),
+            lambda candidate: _inspected(context, config, correct[candidate.name]),
         )
-        best = tried[choice.candidates[0].name]
+        best = correct[choice.candidates[0].name]
         if fastest and best.variant.dtype is None:
             config = _in_float(config)
-        low, plain = _pair(choice, tried) if config.quantize else (best, None)
+        low, plain = _pair(choice, correct) if config.quantize else (best, None)
         used = maker.quantizers[low.variant.backend, low.variant.dynamic] if config.quantize else None
         config = _with_variant(config, low.variant, used)
         both = RunEngines(context, config, folder, work.graphs)
@@ -149,31 +148,35 @@ def pick_backend(
             both.float_name = plain.variant.name
             both.adopt("float", plain.made)
         both.adopt("engine", low.made)
-    return Picked(config, used, choice, both)
+    return PickedBackend(config, used, choice, both)
 
 
 def _time(
-    tried: dict[str, _Tried], out: list[Candidate], batches: Sequence[Batch], threads: int, graphs: Graphs
+    correct: dict[str, _Checked],
+    rejected: list[Candidate],
+    batches: Sequence[Batch],
+    threads: int,
+    graphs: Graphs,
 ) -> list[str]:
     """Time the candidates at each size, and return the names of the sizes.
 
-    Candidates that break are moved to ``out``. At the last and largest of several sizes, those that are too slow to
-    win are left out.
+    Candidates that fail are moved to ``out``. Candidates that are too slow to win are skipped at the last, largest
+    size.
     """
     shapes: list[str] = []
     for place, batch in enumerate(batches, start=1):
-        records = [one.candidate for one in tried.values()]
-        left = slow_ones(records) if 1 < place == len(batches) else set()
-        engines = {name: graphs.timed(one.runs) for name, one in tried.items() if name not in left}
+        records = [entry.candidate for entry in correct.values()]
+        skipped = slow_ones(records) if 1 < place == len(batches) else set()
+        engines = {name: graphs.timed(entry.runs) for name, entry in correct.items() if name not in skipped}
         if not engines:
             break
         times, broken = timed(engines, partial(times_of, batch=batch, threads=threads), partial(_called, batch))
         shapes.append(_shape(batch))
-        out += [failed(tried.pop(name).candidate, why) for name, why in broken.items()]
+        rejected += [failed(correct.pop(name).candidate, why) for name, why in broken.items()]
         for name in engines.keys() - broken.keys():
-            one = tried[name]
-            milliseconds = (*one.candidate.milliseconds, statistics.median(times[name]))
-            tried[name] = replace(one, candidate=replace(one.candidate, milliseconds=milliseconds))
+            entry = correct[name]
+            milliseconds = (*entry.candidate.milliseconds, statistics.median(times[name]))
+            correct[name] = replace(entry, candidate=replace(entry.candidate, milliseconds=milliseconds))
     return shapes
 
 
@@ -182,8 +185,8 @@ def _shape(batch: Batch) -> str:
     return f"batch {size}" if sequence is None else f"{size} x {sequence}"
 
 
-class _Maker:
-    """Maker of the candidates of a run."""
+class _CandidateBuilder:
+    """Builder of the candidates of a run."""
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class _Maker:
         self._scoring = work.scorer
         self._folder = folder
         self._kept = work.context.resume.engines
-        self._scored_examples = work.scored_examples
+        self._scored_rows = work.scored_rows
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
         self._trials = RoughTrials(self._rough, [batch])
         self._references = {
@@ -210,62 +213,62 @@ class _Maker:
             for name, batches in work.graphs.checked_on(config, samples).items()
         }
 
-    def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Tried], list[Candidate]]:
-        """Return the candidates that are right, by name, and the records of the others."""
-        tried: dict[str, _Tried] = {}
-        out: list[Candidate] = []
+    def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Checked], list[Candidate]]:
+        """Return the correct candidates by name, and the records of the others."""
+        correct: dict[str, _Checked] = {}
+        rejected: list[Candidate] = []
         fallback = self._config.fallback
         budget = fallback is not None and fallback.max_drop is not None
         names = [variant.name for variant in variants]
         with counted(variants, "candidates", unit="engine", note=named) as steps:
             for variant in steps:
                 candidate, start = Candidate(backend=variant.backend, format=variant.format), time.perf_counter()
-                if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in tried:
-                    out.append(not_built(candidate, NO_FASTER))
+                if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in correct:
+                    rejected.append(not_built(candidate, NO_FASTER))
                     continue
                 try:
-                    if (why := self._too_slow(variant, tried)) is None:
-                        tried[variant.name] = self._tried(variant, candidate)
-                        candidate = tried[variant.name].candidate
+                    if (why := self._too_slow(variant, correct)) is None:
+                        correct[variant.name] = self._tried(variant, candidate)
+                        candidate = correct[variant.name].candidate
                     else:
                         candidate = not_built(candidate, why)
-                        out.append(candidate)
+                        rejected.append(candidate)
                 except FAILURES as error:
                     candidate = failed(candidate, error)
-                    out.append(candidate)
+                    rejected.append(candidate)
                 self._context.timer.tell(candidate_line(candidate, names, time.perf_counter() - start))
-        return tried, out
+        return correct, rejected
 
-    def _tried(self, variant: Variant, candidate: Candidate) -> _Tried:
+    def _tried(self, variant: Variant, candidate: Candidate) -> _Checked:
         """Export, build, check and score one candidate."""
         graphs, model = self._graphs, self._context.model
         frozen, files = self._exported(variant)
-        made: dict[str, MadeEngine] = {}
+        engines_of_graph: dict[str, BuiltEngine] = {}
         for graph in graphs.names:
             place = graphs.files(self._folder / variant.file_name, QUANTIZED_STEM, graph)
             place.engine.parent.mkdir(exist_ok=True)
             built, engine = self._built(variant, files[graph], place.engine, graph)
-            made[graph] = MadeEngine(EngineFiles(onnx=files[graph], engine=place.engine), built, engine)
+            engines_of_graph[graph] = BuiltEngine(EngineFiles(onnx=files[graph], engine=place.engine), built, engine)
         computed = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
         bound = tolerance(self._config.report.tolerance, variant.dtype is not None, computed)
         expected, plain = graphs.checked_modules(frozen), graphs.checked_modules(model)
         timed: list[OutputCheck] = []
-        engines = {graph: one.engine for graph, one in made.items()}
+        engines = {graph: entry.engine for graph, entry in engines_of_graph.items()}
         for graph, engine in graphs.checked_as(engines).items():
             names, references = engine.output_names, self._references[graph]
             checks = check_engine(
                 engine, references.of(expected[graph], names), references.of(plain[graph], names), bound
             )
-            # At the size that is timed, the first: texts of others may be longer than all that calibrated.
+            # Only the timed size, which is the first: at others, texts may be longer than all calibration samples.
             timed += [check for check in checks if check.size == checks[0].size]
         runs, difference = graphs.assembled(engines), None
         if not graphs.several:
-            # Nothing is known of the samples of a function.
-            kept = self._kept if self._scored_examples is not None else NO_STORE
-            key = ["difference", self._scored_examples, made[graphs.names[0]].built.path]
-            difference = kept.get(key, partial(self._scoring.difference, variant.name, runs))
-        found = replace(candidate, sqnr_db=far_from_float(timed), score_difference=difference)
-        return _Tried(variant, found, made, runs)
+            # The samples of a function are unknown, so its score cannot be cached.
+            store = self._kept if self._scored_rows is not None else NO_STORE
+            key = ["difference", self._scored_rows, engines_of_graph[graphs.names[0]].built.path]
+            difference = store.get(key, partial(self._scoring.difference, variant.name, runs))
+        measured = replace(candidate, sqnr_db=far_from_float(timed), score_difference=difference)
+        return _Checked(variant, measured, engines_of_graph, runs)
 
     def _built(self, variant: Variant, onnx: Path, path: Path, graph: str) -> tuple[BuildResult, Engine]:
         config, name = self._config, variant.backend
@@ -282,13 +285,13 @@ class _Maker:
         built = built_once(self._kept, tried_build, name, onnx, path, options, threads=threads, sizes=sizes)
         return built, load_engine(name, built.path, threads=threads)
 
-    def _too_slow(self, variant: Variant, tried: Mapping[str, _Tried]) -> str | None:
-        """Return why a backend needs no plan; None: it needs one, or has it."""
+    def _too_slow(self, variant: Variant, tried: Mapping[str, _Checked]) -> str | None:
+        """Return why a backend is too slow to need a plan; None if it needs one, or has one."""
         has_plan = variant.dtype is None or (variant.backend, False) in self.quantizers
         if self._calibrated is None or has_plan or self._graphs.several:
             return None
-        quantized = {name: one for name, one in tried.items() if one.variant.dtype is not None}
-        rivals = {name: one.made[self._graphs.names[0]].engine for name, one in quantized.items()}
+        quantized = {name: entry for name, entry in tried.items() if entry.variant.dtype is not None}
+        rivals = {name: entry.made[self._graphs.names[0]].engine for name, entry in quantized.items()}
         planned = {backend for backend, dynamic in self._frozen if not dynamic}
         return self._trials.too_slow(variant, self._calibrated, rivals, planned)
 
@@ -303,7 +306,7 @@ class _Maker:
         return rough_engine(calibrated, name, context.model, example, stem, build, opset, context.feed.sizes)
 
     def _exported(self, variant: Variant) -> tuple[nn.Module, dict[str, Path]]:
-        """Return the frozen proxy or the float model, and the file of each graph; all are made once."""
+        """Return the frozen proxy or the float model, and the ONNX file of each graph; both are cached."""
         graphs, opset, key = self._graphs, self._config.export.opset, (variant.backend, variant.dynamic)
         kind = f"{variant.backend}{'-dynamic' if variant.dynamic else ''}"
         folder = self._folder / (FLOAT_STEM if variant.dtype is None else f"{kind}-files")
@@ -311,7 +314,7 @@ class _Maker:
         for file in files.values():
             file.parent.mkdir(exist_ok=True)
         if variant.dtype is None:
-            # One file of the float model is for all.
+            # All variants share one file of the float model.
             for graph, file in files.items():
                 if not file.exists():
                     export_float(self._context, graphs, graph, opset, file)
@@ -329,31 +332,31 @@ class _Maker:
         return self._frozen[key], files
 
 
-def _called(batch: Batch, runs: Runs) -> object:
+def _called(batch: Batch, runs: Runnable) -> object:
     return as_predictor(runs)(batch)
 
 
-def _inspected(context: RunContext, config: RunConfig, one: _Tried) -> Inspection:
-    *_, last = one.made.values()
+def _inspected(context: RunContext, config: RunConfig, entry: _Checked) -> Inspection:
+    *_, last = entry.made.values()
     return inspect_engine(
-        one.variant.backend,
+        entry.variant.backend,
         last.built.path,
         threads=config.engine.threads,
         sizes=run_sizes(config, context),
     )
 
 
-def _pair(choice: EngineChoice, tried: dict[str, _Tried]) -> tuple[_Tried, _Tried | None]:
-    """Return the engines to go on with: the fastest quantized one, of the fastest backend that has one, and in float.
+def _pair(choice: EngineChoice, correct: dict[str, _Checked]) -> tuple[_Checked, _Checked | None]:
+    """Return the quantized engine of the fastest backend with quantized engines, and the matching float engine.
 
-    That in float is the fastest of its backend, or the one whose types are those of the quantized one's rest: what a
-    group costs in float is taken from it. If an engine in float won, it is that one.
+    The float engine is the fastest of that backend. If a quantized engine won, a float engine with the precision of its
+    non-quantized operations is preferred, because latency costs are measured against it.
     """
-    ran = [tried[one.name] for one in choice.candidates if one.milliseconds]
-    low = [tried[one.name] for one in quantized_of(choice)]
+    ran = [correct[entry.name] for entry in choice.candidates if entry.milliseconds]
+    low = [correct[entry.name] for entry in quantized_of(choice)]
     best = ran[0]
-    chosen = next((one for one in low if one.variant.backend == best.variant.backend), low[0])
-    plain = [one for one in ran if one.variant.dtype is None and one.variant.backend == chosen.variant.backend]
+    chosen = next((entry for entry in low if entry.variant.backend == best.variant.backend), low[0])
+    plain = [entry for entry in ran if entry.variant.dtype is None and entry.variant.backend == chosen.variant.backend]
     if best.variant.dtype is not None:
-        plain.sort(key=lambda one: one.variant.precision != chosen.variant.precision)
+        plain.sort(key=lambda entry: entry.variant.precision != chosen.variant.precision)
     return chosen, plain[0] if plain else None

@@ -1,4 +1,4 @@
-"""The shared parts of long commands: what their stages work on, and one way to call models and engines."""
+"""The objects that all stages of a command share, and one way to call models and engines."""
 
 from __future__ import annotations
 
@@ -35,46 +35,46 @@ from quantizer.utils.batches import own_tensors
 from quantizer.utils.files import NO_STORE, Store
 from quantizer.utils.progress import loop
 
-Runs: TypeAlias = nn.Module | Engine
-"""A model, or what runs in its place: an engine, or a model whose layers are engines."""
+Runnable: TypeAlias = nn.Module | Engine
+"""A model, an engine, or a model with engines as layers."""
 
 
 @contextmanager
 def bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of a loop over batches; yield a function to call with (batches done, batches in all)."""
+    """Show the progress of a loop over batches; yield a function to call with (batches done, total batches)."""
     with loop(name, unit="batch") as opened:
         yield opened.reach
 
 
-def as_predictor(model: Runs) -> Callable[[dict[str, torch.Tensor]], object]:
-    """Return a function that calls a model or an engine on a batch of tensors."""
+def as_predictor(model: Runnable) -> Callable[[dict[str, torch.Tensor]], object]:
+    """Return a function that calls a model or an engine with a batch of tensors."""
     if isinstance(model, nn.Module):
-        # Copies, as a forward may write into its inputs.
+        # Copies, because a forward may write into its inputs.
         return lambda batch: model(**own_tensors(batch))
     return lambda batch: model(engine_inputs(model, batch))
 
 
 def engine_inputs(engine: Engine, batch: Batch) -> dict[str, Array]:
-    """Return a batch as the arrays that an engine takes, in its types: images may be in half precision."""
+    """Return a batch as arrays in the input types of an engine, such as float16."""
     return {spec.name: as_array(batch[spec.name], spec.dtype) for spec in engine.inputs}
 
 
 def engine_run(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
-    """Return the outputs of a part's engine, of the inputs that it takes, in its types."""
+    """Return the outputs of an engine for a batch, as tensors."""
     return {name: torch.from_numpy(value) for name, value in engine(engine_inputs(engine, batch)).items()}
 
 
 def as_array(value: torch.Tensor, dtype: Any) -> Array:
-    """Return a tensor as an array of a type; of those of torch, numpy lacks bfloat16."""
+    """Return a tensor as a numpy array of a type; bfloat16 goes through float32, because numpy lacks it."""
     plain = value.float() if value.dtype == torch.bfloat16 else value
-    made: Array = plain.numpy().astype(dtype, copy=False)
-    return made
+    array: Array = plain.numpy().astype(dtype, copy=False)
+    return array
 
 
 def score_record(
     which: str, task: Task, base: Predictions, other: Predictions, examples: Sequence[Example], resamples: int
 ) -> Score:
-    """Return the score of one model, and its figures against the float model's predictions, ``base``."""
+    """Return the score of a model, with its difference from the float model's predictions ``base``."""
     value = task.score(other, examples)
     if which == "float":
         return Score(
@@ -99,7 +99,7 @@ def score_record(
 
 
 def configured_examples(dataset: DatasetConfig | None) -> list[Example]:
-    """Return the samples of a data set that a configuration names; none for None."""
+    """Return the samples of a data set; none for None."""
     if dataset is None:
         return []
     return load_examples(
@@ -113,13 +113,13 @@ def configured_examples(dataset: DatasetConfig | None) -> list[Example]:
 
 
 def sizes_of(built: Mapping[str, BuildResult]) -> tuple[SizeEntry, ...]:
-    """Return the size of each engine file, and its ratio to the first."""
+    """Return the size of each engine file, and its ratio to the first file."""
     return size_entries({name: os.path.getsize(result.path) for name, result in built.items()})
 
 
 @dataclass(frozen=True)
 class RunExamples:
-    """The samples of a run, by purpose; empty if there are none for it."""
+    """The samples of a run by purpose; empty lists for unused purposes."""
 
     calibration: list[Any]
     evaluation: list[Any]
@@ -130,22 +130,22 @@ class RunExamples:
 
     @classmethod
     def of(cls, config: DataConfig) -> RunExamples:
-        """Return the samples of all data sets in a configuration."""
-        return cls(**{one.name: configured_examples(getattr(config, one.name)) for one in fields(cls)})
+        """Return the samples of all configured data sets."""
+        return cls(**{purpose.name: configured_examples(getattr(config, purpose.name)) for purpose in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """The objects that the stages of one command work on.
+    """The objects that the stages of one command share.
 
     Attributes:
         timer: prints and times stages.
         resume: the files from which a search and a training resume.
         model: the float model.
-        processor: its tokenizer or image processor; None: it has none.
-        feed: makes batches of samples.
-        floats: the ONNX files and engines of the model in float, for other runs on it.
-        exported: the ONNX file of the float model, by its graph, the version of its operators and its type.
+        processor: its tokenizer or image processor; None without one.
+        feed: makes batches from samples.
+        floats: ONNX files and engines of the float model, shared with other runs.
+        exported: ONNX files of the float model by graph, opset and type.
     """
 
     timer: StageTimer
@@ -157,14 +157,16 @@ class RunContext:
     exported: dict[str, Path] = field(default_factory=dict)
 
     def info(self, source: str, task: str) -> ModelInfo:
-        """Return the model in words: where it came from, its task, and the number of its parameters."""
-        return ModelInfo(source=source, task=task, parameters=sum(one.numel() for one in self.model.parameters()))
+        """Return the source of the model, its task and the number of its parameters."""
+        return ModelInfo(
+            source=source, task=task, parameters=sum(parameter.numel() for parameter in self.model.parameters())
+        )
 
     @property
     def task(self) -> Task:
-        """The feed as the task that also scores predictions."""
+        """The feed as a task, which also scores predictions."""
         if not isinstance(self.feed, Task):
-            raise TaskError("a module that is given in Python has no task, and no scores but those of score=")
+            raise TaskError("a Python module has no task; its only score is the function given as score=")
         return self.feed
 
 
@@ -181,28 +183,28 @@ def load_context(
     attention: str = "eager",
     texts: Mapping[str, str] | None = None,
 ) -> RunContext:
-    """Load a model, its processor and its task, and check that there is disk space for the output.
+    """Load a model, its processor and its task, and check the free disk space.
 
     Args:
-        folder: the folder in which output will be written.
+        folder: the output folder.
         source: the source of the model.
         task: the name of the task.
-        copies: the least size of the output, as a multiple of the size of the float parameters.
-        needed_for: what will be written, in words, for the message.
-        sizes: lengths, seconds and batch size of the task, as ``build_task`` takes them.
-        attention: the implementation of attention, "eager" or "sdpa".
-        texts: the text of each label, for a task that takes its labels from the request.
+        copies: the minimum size of the output, as a multiple of the size of the float parameters.
+        needed_for: what is written, for the message.
+        sizes: lengths, seconds and batch size, as ``build_task`` takes them.
+        attention: the attention implementation, "eager" or "sdpa".
+        texts: the text of each label, for tasks with labels from the request.
     """
     model = load_model(source, task, attention, texts)
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     require_room_to_write(folder, int(parameters * copies), needed_for)
     processor = load_processor(source, task)
-    built = build_task(task, model, processor, **sizes)
-    built.split = True
-    return RunContext(timer=timer, resume=resume, model=model, processor=processor, feed=built)
+    built_task = build_task(task, model, processor, **sizes)
+    built_task.split = True
+    return RunContext(timer=timer, resume=resume, model=model, processor=processor, feed=built_task)
 
 
-def predict(context: RunContext, which: str, model: Runs, examples: list[Example]) -> Predictions:
+def predict(context: RunContext, which: str, model: Runnable, examples: list[Example]) -> Predictions:
     """Return the predictions of a model or an engine on samples, as a stage of its own."""
     with context.timer(f"score the {which}"), bar(which) as progress:
         return context.task.predict(as_predictor(model), examples, progress)

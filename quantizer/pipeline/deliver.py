@@ -1,7 +1,4 @@
-"""All files for servers beside an engine, in one step.
-
-Files beside the engine for those who serve it: config.json, the processor, and what servers and GPUs need.
-"""
+"""Files for serving an engine: config.json, the processor, a Triton model repository, and the GPU check."""
 
 from __future__ import annotations
 
@@ -44,21 +41,21 @@ def write_serving_files(
     folder: Path,
     served: ServedEngine,
     expected: Expected | None,
-    wanted: Collection[str] = ("triton", "gpu_check"),
+    kinds: Collection[str] = ("triton", "gpu_check"),
     *,
     checked_in: Path | None = None,
 ) -> dict[str, str]:
-    """Write the files with which others serve an engine into its folder; return their places there, by kind.
+    """Write the serving files of an engine into its folder, and return their relative paths by kind.
 
-    ``triton`` is the folder of the model in the model repository, ``gpu_check`` the script that checks and times the
-    engine on a GPU, in the folder ``checked_in``.
+    ``triton`` is the folder of the model in the model repository. ``gpu_check`` is the script that checks and
+    benchmarks the engine on a GPU, in the folder ``checked_in``.
     """
     server = served.server
     if server is None:
         return {}
-    model = write_triton_model(folder, served) if "triton" in wanted else None
+    model = write_triton_model(folder, served) if "triton" in kinds else None
     files = {} if model is None else {"triton": model}
-    if "gpu_check" in wanted and server.gpu_tool is not None and expected is not None:
+    if "gpu_check" in kinds and server.gpu_tool is not None and expected is not None:
         checked_in = checked_in or folder
         if checked_in != folder:
             checked_in.mkdir(parents=True)
@@ -71,7 +68,7 @@ def write_serving_files(
 
 
 def write_triton_model(folder: Path, served: ServedEngine) -> str | None:
-    """Write a model into the model repository of a folder, and return its place; None: Triton has no such file."""
+    """Write a model into the model repository of a folder, and return its path; None if Triton cannot serve it."""
     server = served.server
     if server is None or server.takes is None:
         return None
@@ -80,12 +77,12 @@ def write_triton_model(folder: Path, served: ServedEngine) -> str | None:
 
 
 def model_name(name: str) -> str:
-    """Return a name as Triton takes one: it is that of a folder, and a part of addresses."""
+    """Return a name with the characters that Triton allows in folder names and URLs."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
 
 
 def _write_model(model: Path, served: ServedEngine, server: TritonServer) -> None:
-    """Write the configuration and the file of one model."""
+    """Write the configuration and the model file of a repository entry."""
     version = model / _VERSION
     version.mkdir(parents=True)
     (model / CONFIG_NAME).write_text(config_text(served), encoding="utf-8")
@@ -96,7 +93,7 @@ def _write_model(model: Path, served: ServedEngine, server: TritonServer) -> Non
 
 
 ON_GPU = "on_gpu"
-"""The folder with what checks each of several engines where there is a GPU, in a folder of its own."""
+"""The folder with the GPU checks of several engines, one subfolder each."""
 
 
 _SNIPPET = """\
@@ -108,18 +105,18 @@ print(model{call}(samples))"""
 
 
 def deliver(job: Job, record: RunRecord) -> str | None:
-    """Write what the configuration asks for besides the engine; nothing for an engine that was refused.
+    """Write the configured serving files; none for a refused engine.
 
-    Return Python that runs the engine from its folder, if that has what makes its inputs.
+    Return Python code that runs the engine from its folder, if the folder contains the processor.
     """
-    wanted = job.config.deliver
-    if not wanted or record.engine is None:
+    kinds = job.config.deliver
+    if not kinds or record.engine is None:
         return None
     stem = FLOAT_STEM if deployed(record) == "float" else QUANTIZED_STEM
     places = {name: job.graphs.files(job.target, stem, name) for name in job.graphs.names}
     signatures = {name: read_signature(files.onnx) for name, files in places.items()}
     serving = {name: _serving(job, name, places[name], signature) for name, signature in signatures.items()}
-    if "processor" not in wanted:
+    if "processor" not in kinds:
         return None
     model: Any = job.model
     task = job.context.task
@@ -136,12 +133,14 @@ def deliver(job: Job, record: RunRecord) -> str | None:
     files = graphs[job.graphs.names[0]]
     if job.graphs.several:
         folder = places[job.graphs.names[0]].onnx.parent
-        for told in (model.config, model.generation_config):
-            told.save_pretrained(folder)
+        for saved_config in (model.config, model.generation_config):
+            saved_config.save_pretrained(folder)
         files = {"model": str(folder.relative_to(job.target))}
     document = {"files": {**files, processor: processor}, **_config(job, record)}
     if job.graphs.several:
-        document["parts"] = {name: {**graphs[name], **_signature(job, name, one)} for name, one in signatures.items()}
+        document[("parts")] = {
+            name: {**graphs[name], **_signature(job, name, entry)} for name, entry in signatures.items()
+        }
         document |= _generated(job, record)
     else:
         document |= _signature(job, job.graphs.names[0], signatures[job.graphs.names[0]])
@@ -153,13 +152,15 @@ def _snippet(job: Job, labels: int) -> str:
     task = job.context.task
     call = ".generate" if job.graphs.several else ".labels" if task.labels == "example" and labels > 1 else ""
     sample = {"text": "a text", "image": "an-image.png", "audio": "a-recording.wav"}[task.reads]
-    taken = [sizes["batch"] for sizes in job.only_sizes if "batch" in sizes] or [job.config.export.dynamic.batch[0]]
-    return _SNIPPET.format(load=loading(job.target), samples=[sample] * max(min(taken), 1), call=call)
+    batch_sizes = [sizes[("batch")] for sizes in job.only_sizes if "batch" in sizes] or [
+        job.config.export.dynamic.batch[0]
+    ]
+    return _SNIPPET.format(load=loading(job.target), samples=[sample] * max(min(batch_sizes), 1), call=call)
 
 
 def _serving(job: Job, name: str, files: EngineFiles, signature: Signature) -> dict[str, str]:
-    """Write the files for servers of one graph, and return their places."""
-    # A server reads the file, and would compile the model for all sizes.
+    """Write the serving files of one graph, and return their paths."""
+    # A server reads the ONNX file, and would compile a model for all sizes.
     if job.only_sizes:
         return {}
     config, several = job.config, job.graphs.several
@@ -180,21 +181,21 @@ def _serving(job: Job, name: str, files: EngineFiles, signature: Signature) -> d
 
 
 def _capability(job: Job) -> str | None:
-    """Return the GPUs that the engine was built for ahead of time; None: that of the machine, or a CPU."""
-    asked = job.config.engine.compute_capability
-    return asked if asked is None or isinstance(asked, str) else " ".join(asked)
+    """Return the GPUs that the engine was built for ahead of time; None for a CPU or the GPU of this machine."""
+    capability = job.config.engine.compute_capability
+    return capability if capability is None or isinstance(capability, str) else " ".join(capability)
 
 
 def _dimensions(job: Job, name: str) -> dict[str, Sequence[int]]:
-    """Return the sizes of each open dimension of a graph, by its name in the ONNX file."""
-    found = dict(job.graphs.dimensions(job.config, name))
+    """Return the size range of each dynamic dimension of a graph by name."""
+    sizes = dict(job.graphs.dimensions(job.config, name))
     if not job.graphs.several and job.context.task.reads != "text":
-        del found["sequence"]
-    return found
+        del sizes["sequence"]
+    return sizes
 
 
 def _expected(job: Job, name: str, signature: Signature) -> Expected:
-    """Return PyTorch's outputs, with which an engine is compared where it runs."""
+    """Return PyTorch's outputs, which the GPU check compares with the engine."""
     names, references = [value.name for value in signature.outputs], job.references[name]
     frozen, floats = (job.graphs.modules(model)[name] for model in (job.frozen, job.model))
     outputs, of_float = (_one_a_shape(references.of(module, names)) for module in (frozen, floats))
@@ -204,23 +205,28 @@ def _expected(job: Job, name: str, signature: Signature) -> Expected:
 
 
 def _one_a_shape(references: Sequence[Reference]) -> list[Reference]:
-    """Return the first reference of each shape: the inputs and outputs of the script are files."""
+    """Return one reference per size, because the script stores its inputs and outputs in files."""
     by_shape: dict[object, Reference] = {}
-    for one in references:
-        by_shape.setdefault(batch_shape(one.inputs), one)
+    for entry in references:
+        by_shape.setdefault(batch_shape(entry.inputs), entry)
     return list(by_shape.values())
 
 
 def _few(references: list[Reference]) -> list[Reference]:
-    """Return what fits into files: all outputs at the least size, and those without a cache at the usual one."""
-    least, usual = min(references, key=lambda one: batch_shape(one.inputs)[0]), references[0]
-    if usual is least:
-        return [least]
-    return [least, replace(usual, outputs={name: one for name, one in usual.outputs.items() if not is_cache(name)})]
+    """Return references that fit into files: all outputs at the minimum size, and those without a cache at the usual
+    size.
+    """
+    smallest, usual = min(references, key=lambda output: batch_shape(output.inputs)[0]), references[0]
+    if usual is smallest:
+        return [smallest]
+    return [
+        smallest,
+        replace(usual, outputs={name: output for name, output in usual.outputs.items() if not is_cache(name)}),
+    ]
 
 
 def _signature(job: Job, name: str, signature: Signature) -> dict[str, Any]:
-    """Return the inputs and outputs of a graph's engine, and how they were compared."""
+    """Return the inputs, outputs and output checks of a graph's engine."""
     return {
         "inputs": [asdict(value) for value in signature.inputs],
         "outputs": [asdict(value) for value in signature.outputs],
@@ -229,18 +235,18 @@ def _signature(job: Job, name: str, signature: Signature) -> dict[str, Any]:
 
 
 def _generated(job: Job, record: RunRecord) -> dict[str, Any]:
-    """Return how what is written compares with what the float model writes."""
+    """Return the comparison of generated texts with the float model."""
     return {
         "tokens": job.graphs.tokens,
         "generated": {
             "checks": [asdict(check) for check in job.checks.get(GENERATED, ())],
-            "agreement": {one.form: asdict(one) for one in record.agreement},
+            "agreement": {entry.form: asdict(entry) for entry in record.agreement},
         },
     }
 
 
 def _config(job: Job, record: RunRecord) -> dict[str, Any]:
-    """Return the content of config.json that is about the whole model."""
+    """Return the fields of config.json for the whole model."""
     config, target, task = job.config, job.config.quantizer.target, job.context.task
     bound = job.tolerance(quantized=config.quantize)
     dynamic = config.export.dynamic
@@ -266,7 +272,7 @@ def _config(job: Job, record: RunRecord) -> dict[str, Any]:
 
 
 def _class_names(job: Job) -> Sequence[str]:
-    """Return the class names of a classifier, of rows or of tokens; none of another model."""
+    """Return the class names of a classifier; none for other models."""
     model, task = job.config.model, job.context.task
     if model.labels or task.labels is None:
         return model.labels
@@ -274,20 +280,22 @@ def _class_names(job: Job) -> Sequence[str]:
 
 
 def quantization_facts(record: RunRecord) -> dict[str, Any]:
-    """Return the quantization in figures: sites that are quantized and that ran, by kind, and what fell back."""
-    settings, back = record.config["quantizer"], record.fallback
+    """Return figures of the quantization: quantized and executed sites by kind, and the fallback."""
+    settings, fallback = record.config["quantizer"], record.fallback
     ran = [site for site in record.coverage if site.ran]
-    every, quantized = (Counter(site.kind for site in some) for some in (ran, [one for one in ran if one.quantized]))
+    executed_kinds, quantized = (
+        Counter(site.kind for site in some) for some in (ran, [entry for entry in ran if entry.quantized])
+    )
     calibration = (record.config["data"]["calibration"] or {}) if record.config.get("data") else {}
     return {
         "dtype": settings["dtype"],
         "ranges": settings["activations"]["ranges"],
-        "sites": {kind: (quantized[kind], count) for kind, count in every.items()},
+        "sites": {kind: (quantized[kind], count) for kind, count in executed_kinds.items()},
         "multiply_adds": record.covered_share,
-        "put_back": () if back is None else back.groups,
-        "reason": None if back is None else back.reason,
-        "budget": [] if back is None else [asdict(check) for check in back.checks],
-        "outcome": None if back is None or back.outcome is None else asdict(back.outcome),
+        "put_back": () if fallback is None else fallback.groups,
+        "reason": None if fallback is None else fallback.reason,
+        "budget": [] if fallback is None else [asdict(check) for check in fallback.checks],
+        "outcome": None if fallback is None or fallback.outcome is None else asdict(fallback.outcome),
         "calibration": calibration.get("path") or calibration.get("name"),
         "samples": calibration.get("samples"),
     }

@@ -1,13 +1,10 @@
-"""The choice between engines by their measured time: the fastest of those whose outputs are right.
+"""The fastest correct engine: the variants to try, the choice by measured latency, and rough trials.
 
-The engines that a run chooses from, and the quantizers for them: of several processes all make them together.
-
-A plan that is made in a moment, with which it is seen whether an engine can be the fastest before it has a good one.
-
-How long an engine takes depends on what is quantized, and hardly on the ranges. A good plan takes most of the time of a
-choice of engines, and is of no use for an engine that is far slower than another one. Products of two activations and
-residual adds are quantized or not by what a good plan finds out, so that a rough one tells less of a backend that has
-kernels for them. A backend whose plans are those of another one needs no trial: it has its good plan in a moment.
+A rough trial builds an engine from a plan that takes a moment. The latency of an engine depends on the quantized
+operations, and hardly on their ranges. So an engine that is far too slow with rough ranges does not need a good plan,
+which takes most of the time of a choice. Whether MatMuls of two activations and residual additions are quantized
+depends on the good plan, so that a rough plan says less about backends with kernels for them. A backend that shares its
+plan with another backend needs no trial.
 """
 
 from __future__ import annotations
@@ -41,23 +38,24 @@ from quantizer.utils.distributed import alone, get_world_size
 from quantizer.utils.sizes import DataSizes
 
 FAILURES = (QuantizerError, RuntimeError)
-"""What takes a candidate out of the choice and leaves the others in it; libraries raise the second."""
+"""Errors that disqualify one candidate only; libraries raise the second."""
 
 HOPELESS = 1.2
-"""A quantized engine that is so many times as slow as another one is not improved: groups that fall back to float,
-ranges at run time, or better ones than a rough plan has, have gained a few percent."""
+"""Slowdown from which a quantized engine is dropped: fallback, dynamic ranges or better ranges gain a few percent
+only.
+"""
 
 NO_FASTER = "no faster than int8"
-"""Why an engine with ranges at run time is not built.
+"""The reason why an engine with dynamic ranges is not built.
 
-It loses less accuracy, which counts under a budget; its speed is at most 3% more than that of the other one.
+It loses less accuracy, which counts under a budget, but is at most 3% faster than the engine with static ranges.
 """
 
 SLOW = 1.5
-"""A candidate that takes so many times as long as another one of its kind is not timed at further shapes."""
+"""Slowdown from which a candidate is not timed at further sizes."""
 
 _TIE = 1.03
-"""Of engines in one format whose times differ by less, noise would choose: the first that was tried comes first."""
+"""Ratio of latencies below which noise would decide; then the first candidate wins."""
 
 _INT8_FLAGS = frozenset({"avx2", "amx_int8", "asimddp", "i8mm"})
 
@@ -66,28 +64,32 @@ Timed = TypeVar("Timed")
 
 
 def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequence[str]) -> EngineChoice:
-    """Return the choice of the candidate with the least time, in the geometric mean of its ratios over all shapes.
+    """Return the choice of the fastest candidate, by the geometric mean of latency ratios over all sizes.
 
-    Of several in one format that are about as fast, it is the first, so that another run chooses the same.
+    Among candidates of one format that are about equally fast, the first one wins, so that repeated runs agree.
 
     Args:
-        candidates: what was tried, in that order; those that failed have no times, and say why in ``verdict``. Those
-            that were too slow at the first shapes have the times of these.
-        shapes: the names of the shapes.
-        missing: what is not installed.
+        candidates: all candidates in the order of trial. Failed ones have no latencies and a reason in ``verdict``.
+            Those that were too slow have the latencies of the first sizes.
+        shapes: the names of the sizes.
+        missing: packages that are not installed.
     """
-    ran = sorted((one for one in candidates if len(one.milliseconds) == len(shapes) > 0), key=_time)
-    slow = [one for one in candidates if 0 < len(one.milliseconds) < len(shapes)]
-    failures = [one for one in candidates if not one.milliseconds]
+    ran = sorted((candidate for candidate in candidates if len(candidate.milliseconds) == len(shapes) > 0), key=_time)
+    slow = [candidate for candidate in candidates if 0 < len(candidate.milliseconds) < len(shapes)]
+    failures = [candidate for candidate in candidates if not candidate.milliseconds]
     if not ran:
-        reasons = "; ".join(f"{one.name}: {one.verdict}" for one in failures)
-        raise EngineError(f"no engine is right and runs here: {reasons}")
+        reasons = "; ".join(f"{candidate.name}: {candidate.verdict}" for candidate in failures)
+        raise EngineError(f"no engine is correct and runs on this machine: {reasons}")
     ran = _without_noise(ran, list(candidates).index)
     best = ran[0]
-    slower = [replace(one, verdict=f"{text.times(one.times_of(best))} the time") for one in ran[1:]]
-    for one in sorted(slow, key=lambda one: one.times_of(best)):
-        where = " and ".join(shapes[: len(one.milliseconds)])
-        slower.append(replace(one, verdict=f"{text.times(one.times_of(best))} the time at {where}: too slow to go on"))
+    slower = [replace(candidate, verdict=f"{text.times(candidate.times_of(best))} the time") for candidate in ran[1:]]
+    for candidate in sorted(slow, key=lambda candidate: candidate.times_of(best)):
+        sizes = " and ".join(shapes[: len(candidate.milliseconds)])
+        slower.append(
+            replace(
+                candidate, verdict=f"{text.times(candidate.times_of(best))} the time at {sizes}: too slow to continue"
+            )
+        )
     return EngineChoice(
         headline=_headline(ran),
         instructions=str(collect_machine()["instructions"] or "") or None,
@@ -98,10 +100,10 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
 
 
 def _without_noise(ran: list[Candidate], tried: Callable[[Candidate], int]) -> list[Candidate]:
-    """Return candidates, the fastest first; of the fastest of a kind that are tied, the first that was tried."""
+    """Return candidates by speed; among ties for the fastest of a format, the first one tried comes first."""
     order = list(ran)
     for is_float in (True, False):
-        best = next((one for one in ran if one.is_float is is_float), None)
+        best = next((entry for entry in ran if entry.is_float is is_float), None)
         if best is not None:
             start = order.index(best)
             tied = takewhile(partial(_is_tied, best), order[start:])
@@ -114,19 +116,19 @@ def _is_tied(best: Candidate, other: Candidate) -> bool:
 
 
 def slow_ones(candidates: Sequence[Candidate]) -> set[str]:
-    """Return the names of those that cannot become the fastest of their kind, in float or quantized, at more shapes."""
+    """Return the names of candidates that cannot become the fastest, in float or quantized, at more sizes."""
     slow = set()
     for is_float in (True, False):
-        kind = [one for one in candidates if one.is_float is is_float and one.milliseconds]
+        kind = [entry for entry in candidates if entry.is_float is is_float and entry.milliseconds]
         best = min(kind, key=_time, default=None)
-        slow |= {one.name for one in kind if best is not None and one.times_of(best) >= SLOW}
+        slow |= {entry.name for entry in kind if best is not None and entry.times_of(best) >= SLOW}
     return slow
 
 
 def timed(
     engines: dict[str, Timed], time: Callable[[dict[str, Timed]], Times], call: Callable[[Timed], object]
 ) -> tuple[Times, dict[str, str]]:
-    """Return the times of the engines that run, and why the others do not, by name."""
+    """Return the latencies of the engines that run, and the errors of the others by name."""
     try:
         return time(engines), {}
     except FAILURES:
@@ -142,28 +144,30 @@ def timed(
 
 
 def quantized_of(choice: EngineChoice) -> list[Candidate]:
-    """Return the quantized candidates that ran, in their order in the choice."""
-    low = [one for one in choice.candidates if not one.is_float]
-    ran = [one for one in low if one.milliseconds]
+    """Return the quantized candidates that ran, in the order of the choice."""
+    low = [entry for entry in choice.candidates if not entry.is_float]
+    ran = [entry for entry in low if entry.milliseconds]
     if not ran:
-        reasons = "; ".join(f"{one.name}: {one.verdict}" for one in low)
-        raise EngineError(f"no quantized engine is right and runs here: {reasons}")
+        reasons = "; ".join(f"{entry.name}: {entry.verdict}" for entry in low)
+        raise EngineError(f"no quantized engine is correct and runs on this machine: {reasons}")
     return ran
 
 
 def require_sites(quantizer: Quantizer) -> None:
-    """Raise if a plan quantizes nothing, as where no site fits the kernels with ranges at run time."""
+    """Raise if a plan quantizes nothing, for example if no site fits dynamic-range kernels."""
     if not quantizer.coverage.share:
-        raise EngineError("no product of this model can be quantized in this way, and all would be computed in float")
+        raise EngineError(
+            "no operation of this model can be quantized in this way; the engine would compute everything in float"
+        )
 
 
 def candidate_line(candidate: Candidate, names: Sequence[str], seconds: float) -> str:
-    """Return a candidate in a line once it was tried, before it is timed: its outputs and score against float.
+    """Return one line on an untimed candidate: SQNR and score relative to float.
 
     Args:
-        candidate: the candidate; one that failed has the reason in its verdict.
-        names: the names of all candidates, for columns that stand below each other.
-        seconds: how long it took to make it, and to check and score it.
+        candidate: the candidate; a failed candidate has a reason in its verdict.
+        names: the names of all candidates, for aligned columns.
+        seconds: the duration of build, check and score in seconds.
     """
     name = candidate.name.ljust(max(map(len, names)))
     if candidate.verdict:
@@ -174,7 +178,7 @@ def candidate_line(candidate: Candidate, names: Sequence[str], seconds: float) -
 
 
 def named(variant: Variant) -> str:
-    """Return the note on a candidate that is being made, for the line of progress."""
+    """Return the progress note of a candidate."""
     return f"now {variant.name}"
 
 
@@ -184,116 +188,120 @@ def not_built(candidate: Candidate, why: str) -> Candidate:
 
 
 def failed(candidate: Candidate, why: object) -> Candidate:
-    """Return the record of a candidate that is out of the choice."""
+    """Return the record of a failed candidate."""
     return replace(candidate, milliseconds=(), verdict=f"failed: {why}")
 
 
 def _time(candidate: Candidate) -> float:
-    """Return the geometric mean of the times, with which the mean of ratios does not depend on what they refer to."""
+    """Return the geometric mean of the latencies; ratios of such means do not depend on a reference."""
     return math.exp(sum(map(math.log, candidate.milliseconds)) / len(candidate.milliseconds))
 
 
 def _headline(ran: Sequence[Candidate]) -> str:
-    """Return the first of them, the fastest, and the fastest in float; the speed-up is measured later, in the end."""
+    """Return a sentence on the fastest candidate and the fastest float candidate."""
     best = ran[0]
     floats = [candidate for candidate in ran if candidate.is_float]
     quantized = [candidate for candidate in ran if not candidate.is_float]
     if best.is_float and quantized:
         lost = text.times(quantized[0].times_of(best))
         return (
-            f"nothing in INT8 is faster than float here, and {best.name} is delivered: {quantized[0].name} takes "
-            f"{lost} its time in the choice"
+            f"no INT8 engine is faster than float on this CPU, so {best.name} is delivered: {quantized[0].name} takes "
+            f"{lost} its time"
         )
-    said = f"{best.name} is {'the fastest' if all(one.times_of(best) >= 1 for one in ran) else 'as fast as any'}"
-    return said if best.is_float or not floats else f"{said}; in float it is {floats[0].name}"
+    sentence = (
+        f"{best.name} is {'the fastest' if all(entry.times_of(best) >= 1 for entry in ran) else 'as fast as any'}"
+    )
+    return sentence if best.is_float or not floats else f"{sentence}; in float it is {floats[0].name}"
 
 
 def bound(choice: EngineChoice, inspect: Callable[[Candidate], Inspection]) -> EngineChoice:
-    """Return the choice; where float won over INT8, with what bounds the fastest engine in INT8 in its first line."""
+    """Return the choice; if float won over INT8, its headline says where the fastest INT8 engine spends its time."""
     best, *others = choice.candidates
-    lost = [one for one in others if not one.is_float and len(one.milliseconds) == len(choice.shapes)]
-    if not best.is_float or not lost:
+    slower = [entry for entry in others if not entry.is_float and len(entry.milliseconds) == len(choice.shapes)]
+    if not best.is_float or not slower:
         return choice
     try:
-        shares = inspect(lost[0]).shares
+        shares = inspect(slower[0]).shares
     except FAILURES:
         shares = ()
-    told = {share.precision: share.time_share for share in shares if share.time_share is not None}
-    said = [f"{text.percent(share)} in {precision}" for precision, share in told.items()]
+    time_shares = {share.precision: share.time_share for share in shares if share.time_share is not None}
+    shares_text = [f"{text.percent(share)} in {precision}" for precision, share in time_shares.items()]
     why = f"This CPU ({choice.instructions or 'of unknown instructions'}){_what_it_lacks()}"
-    why = f"{why}; the time of {lost[0].name} is spent {', '.join(said)}" if said else why
+    why = f"{why}; the time of {slower[0].name} is spent {', '.join(shares_text)}" if shares_text else why
     return replace(choice, headline=f"{choice.headline}. {why}")
 
 
 def _what_it_lacks() -> str:
-    """Return what an x86 CPU without VNNI does instead, or that a CPU has nothing for INT8; empty: not known."""
+    """Return words on the INT8 instructions of this CPU; empty if unknown."""
     flags = cpu_flags()
     if saturates():
-        return " has no VNNI, and multiplies bytes in several steps"
+        return " has no VNNI, and needs several instructions for INT8"
     if any("vnni" in flag for flag in flags):
         return " has VNNI"
     return " has no instructions for INT8: neither AVX2 nor VNNI" if flags and flags.isdisjoint(_INT8_FLAGS) else ""
 
 
 Calibrated: TypeAlias = dict[tuple[str, bool], Quantizer]
-"""Quantizers of one calibration, by backend and by whether ranges are taken at run time; the calibrated one first."""
+"""Quantizers of one calibration by (backend, dynamic ranges); the calibrated one comes first."""
 
 
-def variants_of(config: RunConfig, among: Sequence[str]) -> Sequence[Variant]:
-    """Return the engines to choose from; without names in ``among`` those for this CPU."""
-    wanted = config.quantizer
+def variants_of(config: RunConfig, candidates: Sequence[str]) -> Sequence[Variant]:
+    """Return the engine variants to try; without names, all for this CPU."""
+    settings = config.quantizer
     return cpu_variants(
-        cpu_candidates(among)[0],
-        dtype=wanted.dtype if config.quantize else None,
+        cpu_candidates(candidates)[0],
+        dtype=settings.dtype if config.quantize else None,
         precision=config.engine.inference_precision,
-        # A plan that is to be trained keeps the ranges that training moves.
-        dynamic="ranges" not in wanted.activations.model_fields_set and config.qat is None,
+        # QAT trains the ranges, so that they stay static.
+        dynamic="ranges" not in settings.activations.model_fields_set and config.qat is None,
         compiled=config.engine.compiled,
-        named=bool(among),
+        named=bool(candidates),
     )
 
 
-def for_all_variants(config: RunConfig, calibrated: Quantizer, among: Sequence[str]) -> Calibrated:
-    """Return the quantizers of several processes for the backends to choose from, as far as they need batches.
+def for_all_variants(config: RunConfig, calibrated: Quantizer, candidates: Sequence[str]) -> Calibrated:
+    """Return the quantizers of all candidate backends for several processes.
 
-    All processes choose their ranges together. One process makes each when it comes to its engine.
+    All processes choose ranges together. A single process makes each quantizer when it tries the engine.
     """
-    found = {(calibrated.config.backend, False): calibrated}
-    for variant in variants_of(config, among) if get_world_size() > 1 else ():
-        if variant.dtype is not None and (variant.backend, False) not in found:
+    quantizers = {(calibrated.config.backend, False): calibrated}
+    for variant in variants_of(config, candidates) if get_world_size() > 1 else ():
+        if variant.dtype is not None and (variant.backend, False) not in quantizers:
             try:
                 quantizer = calibrated.for_backend(variant.backend)
                 _ = quantizer.plan
             except LostRankError:
                 raise
             except FAILURES:
-                # What cannot be made is told where its engine is tried.
+                # The error is reported when the engine is tried.
                 continue
-            found[variant.backend, False] = quantizer
-    return found
+            quantizers[variant.backend, False] = quantizer
+    return quantizers
 
 
 def quantizer_of(config: RunConfig, calibrated: Calibrated) -> Quantizer:
-    """Return the quantizer with which a run goes on whose configuration another process chose."""
+    """Return the quantizer of the configuration that another process chose."""
     name, dynamic = config.quantizer.backend, config.quantizer.activations.ranges == "dynamic"
     if (name, dynamic) in calibrated:
         return calibrated[name, dynamic]
     with alone():
         quantizer = next(iter(calibrated.values())).for_backend(name, ranges="dynamic" if dynamic else None)
-        # Decided here, where no other process needs to come.
+        # Plan now, because this needs no other process.
         _ = quantizer.plan
     return quantizer
 
 
 _FAR = 1.5
-"""The least ratio for a backend of which a rough plan tells less."""
+"""Slowdown for backends about which a rough plan says less."""
 
 _ROUNDS, _SECONDS = 15, 10.0
-"""Of all engines interleaved, at each shape; slow ones have fewer rounds."""
+"""Interleaved rounds of all engines at each size, and a time limit in seconds, which reduces the rounds of slow
+ones.
+"""
 
 
 class RoughTrials:
-    """Trials of the backends of a choice with rough plans, one for each."""
+    """Rough trials of backends, one for each."""
 
     def __init__(self, make: Callable[[Variant, Quantizer], Engine], batches: Sequence[Batch]) -> None:
         self._make = make
@@ -303,14 +311,14 @@ class RoughTrials:
     def too_slow(
         self, variant: Variant, calibrated: Quantizer, rivals: Mapping[str, Engine], planned: Collection[str]
     ) -> str | None:
-        """Return why the backend of a variant needs no plan; None: it may have the fastest engine."""
+        """Return why the backend of a variant is too slow to need a good plan; None if it may be the fastest."""
         name = variant.backend
         least = least_ratio(calibrated.config, name, planned)
         if not rivals or least is None:
             return None
         if name not in self._slow:
             self._slow[name] = None
-            # What fails here is tried with a good plan, whose error is told.
+            # A failing backend is tried with a good plan, which reports the error.
             with suppress(*FAILURES):
                 engine = self._make(replace(variant, dynamic=False), calibrated)
                 self._slow[name] = too_slow(variant.name, engine, rivals, self._batches, least)
@@ -318,10 +326,7 @@ class RoughTrials:
 
 
 def least_ratio(config: QuantizerConfig, backend: str, planned: Collection[str]) -> float | None:
-    """Return how many times as slow as another one an engine of a rough plan has to be to need no good plan.
-
-    None: a good plan is made in no more time.
-    """
+    """Return the slowdown from which a backend needs no good plan; None if a good plan takes no more time."""
     tried = profile(backend)
     settings = settings_of(config)
     known = replays_batches(settings) and any(profile(name).plan_traits == tried.plan_traits for name in planned)
@@ -331,10 +336,9 @@ def least_ratio(config: QuantizerConfig, backend: str, planned: Collection[str])
 
 
 def rough_quantizer(calibrated: Quantizer, backend: str) -> Quantizer:
-    """Return a quantizer for a backend, from a calibration, whose plan takes no runs of the model.
+    """Return a quantizer for a backend whose plan needs no runs of the model.
 
-    Ranges are the largest values seen; channels have no factors, biases are not corrected, weights are rounded to the
-    nearest codes.
+    It uses max calibration, no SmoothQuant, no bias correction, and rounding to nearest.
     """
     config = calibrated.config
     plain = {
@@ -367,13 +371,13 @@ def rough_engine(
 def too_slow(
     name: str, engine: Engine, rivals: Mapping[str, Engine], batches: Sequence[Batch], least: float
 ) -> str | None:
-    """Return why an engine, built from a rough plan, cannot be the fastest; None: it may be."""
-    engines, taken = {**rivals, name: engine}, []
+    """Return why an engine from a rough plan cannot be the fastest; None if it may be."""
+    engines, latencies = {**rivals, name: engine}, []
     for batch in batches:
-        calls = {key: partial(one, engine_inputs(one, batch)) for key, one in engines.items()}
-        taken.append(medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS)))
-    ratios = {key: geometric_mean(times[name] / times[key] for times in taken) for key in rivals}
+        calls = {key: partial(contender, engine_inputs(contender, batch)) for key, contender in engines.items()}
+        latencies.append(medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS)))
+    ratios = {key: geometric_mean(times[name] / times[key] for times in latencies) for key in rivals}
     best = max(rivals, key=lambda key: ratios[key])
     if ratios[best] < least:
         return None
-    return f"with ranges by largest values it takes {text.times(ratios[best])} the time of {best}"
+    return f"with max calibration it takes {text.times(ratios[best])} the time of {best}"

@@ -1,10 +1,6 @@
-"""Functions of the user's own, imported by the names that he wrote into his file or command line.
+"""The workload of a configuration whose ``model.source`` is a function: import, weights, batches and score.
 
-Nothing else is imported by name: no folder of a checkpoint and no tag of YAML leads here.
-
-The weights of a module, from a file of tensors alone.
-
-The workload of a configuration whose ``model.source`` is a function that returns a module.
+Only names from the user's own file or command line are imported, never names from a checkpoint or a YAML tag.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from quantizer.config import ModelConfig, RunConfig
 from quantizer.config.describe import nearest
 from quantizer.errors import CalibrationError, QuantizerError, TaskError, is_out_of_memory
 from quantizer.pipeline.engine_module import CallForm
-from quantizer.pipeline.faults import Faults
+from quantizer.pipeline.preflight_checks import Faults
 from quantizer.pipeline.processes import require_room_to_write
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.resume import ResumeFiles
@@ -38,55 +34,59 @@ from quantizer.tasks import Batch
 from quantizer.utils.paths import is_file, is_there, regular_file
 
 _MACHINERY = (__file__, importlib.__file__, "<frozen ")
-"""Files whose lines say nothing about a failed import."""
+"""Import machinery, which is skipped in tracebacks."""
 
 
 @contextmanager
 def current_folder_first() -> Iterator[None]:
-    """Put the current folder on the import path, first, as ``python -m`` has it; for the user's own code alone.
+    """Put the current folder first on the import path while the user's code runs.
 
-    A folder there that is named like a library that torch would import if it were installed is none for us.
+    It is removed afterwards, so that a folder named like an optional library is not imported by torch.
     """
-    here = os.getcwd()
-    sys.path.insert(0, here)
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         yield
     finally:
-        # The code may have put other folders before it.
-        if here in sys.path:
-            sys.path.remove(here)
+        # The code may have changed the path.
+        if folder in sys.path:
+            sys.path.remove(folder)
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """Return the function that ``MODULE:FUNCTION`` names."""
+    """Return the function named by ``MODULE:FUNCTION``.
+
+    Raises:
+        TaskError: the import fails, or the name is not a function.
+    """
     module_name, _, path = name.partition(":")
     try:
         with current_folder_first():
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise TaskError(f"{name}: importing {module_name} failed, {_what(error)}") from error
+            raise TaskError(f"{name}: importing {module_name} failed, {_error_text(error)}") from error
         raise TaskError(
-            f"{name}: there is no module {error.name!r}, neither in {os.getcwd()} nor installed; expected "
+            f"{name}: the module {error.name!r} is neither in {os.getcwd()} nor installed; expected "
             "MODULE:FUNCTION as Python imports it from the current folder"
         ) from error
-    # A script without a guard around its main part may exit.
+    # A script without `if __name__ == "__main__"` may exit.
     except (Exception, SystemExit) as error:
-        raise TaskError(f"{name}: importing {module_name} failed, {_what(error)}") from error
+        raise TaskError(f"{name}: importing {module_name} failed, {_error_text(error)}") from error
     try:
-        found = reduce(getattr, path.split("."), module)
+        target = reduce(getattr, path.split("."), module)
     except AttributeError as error:
-        near = nearest(path, [key for key, value in vars(module).items() if callable(value)])
-        hint = f"; did you mean {near!r}?" if near else ""
+        similar = nearest(path, [key for key, value in vars(module).items() if callable(value)])
+        hint = f"; did you mean {similar!r}?" if similar else ""
         raise TaskError(f"{name}: {module.__file__ or module_name} has no {path!r}{hint}") from error
-    if not callable(found) or isinstance(found, nn.Module):
-        raise TaskError(f"{name} is {_kind(found)}; expected a function, which is called")
-    function: Callable[..., Any] = found
+    if not callable(target) or isinstance(target, nn.Module):
+        raise TaskError(f"{name} is {_kind(target)}; expected a function")
+    function: Callable[..., Any] = target
     return function
 
 
 def called(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function returns."""
+    """Return the result of the user's function; an error becomes a ``TaskError``."""
     try:
         with current_folder_first():
             return function(*args)
@@ -95,11 +95,11 @@ def called(name: str, function: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise TaskError(f"{name}() failed, {_what(error)}") from error
+        raise TaskError(f"{name}() failed, {_error_text(error)}") from error
 
 
-def _what(error: BaseException) -> str:
-    """Return an error in words, with the line of the user's code that it comes from."""
+def _error_text(error: BaseException) -> str:
+    """Return an error as text, with the line of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_MACHINERY)]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
@@ -111,38 +111,42 @@ def _kind(value: object) -> str:
 
 
 _FORMS = (".safetensors", ".pt", ".pth")
-_NAMED = 6
-"""So many names of tensors are listed."""
+_MAX_NAMES = 6
+"""Maximum number of tensor names in a message."""
 
 
 def check_weights(path: Path) -> None:
-    """Raise if a path is no file of weights, without reading it."""
+    """Raise if a path is not a weights file; the file is not read."""
     if path.suffix not in _FORMS:
         raise TaskError(f"weights {path}: expected a file that ends in {', '.join(_FORMS)}")
     if not is_file(path):
-        raise TaskError(f"weights {path}: there is no such file")
+        raise TaskError(f"weights {path}: the file does not exist")
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load all weights of a module. No code in the file is run."""
+    """Load all weights of a module from a file, without running code in it.
+
+    Raises:
+        TaskError: the file is damaged, or tensors are missing, unexpected or of another shape.
+    """
     check_weights(path)
     state = _state_dict(path)
-    where = f"weights {path} do not fit {type(model).__name__}"
+    context = f"weights {path} do not fit {type(model).__name__}"
     try:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()[1:]]
-        raise TaskError(f"{where}: {_listed(lines) if lines else error}") from error
-    # Files of safetensors hold a tensor that two modules share once.
+        raise TaskError(f"{context}: {_listed(lines) if lines else error}") from error
+    # Safetensors files store a shared tensor only once.
     tensors = model.state_dict(keep_vars=True)
-    given = {id(tensors[name]) for name in tensors.keys() & state.keys()}
-    missing = [name for name in missing if id(tensors.get(name)) not in given]
-    found = {"missing": missing, "unexpected": unexpected}
+    loaded_ids = {id(tensors[name]) for name in tensors.keys() & state.keys()}
+    missing = [name for name in missing if id(tensors.get(name)) not in loaded_ids]
+    differences = {"missing": missing, "unexpected": unexpected}
     problems = [
-        f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in found.items() if names
+        f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in differences.items() if names
     ]
     if problems:
-        raise TaskError(f"{where}: {'; '.join(problems)}. Expected the state_dict() of a module of this class")
+        raise TaskError(f"{context}: {'; '.join(problems)}. Expected the state_dict() of a module of this class")
 
 
 def _state_dict(path: Path) -> Mapping[str, Any]:
@@ -152,15 +156,15 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise TaskError(f"weights {path} cannot be read: {error.strerror or error}") from error
     except Exception as error:
-        # torch's own message advises weights_only=False, which runs any code in the file.
+        # torch's message recommends weights_only=False, which runs code in the file.
         raise TaskError(
-            f"weights {path}: the file is damaged, or does not hold tensors alone ({type(error).__name__}); write it "
-            "by torch.save(model.state_dict(), path)"
+            f"weights {path}: the file is damaged or contains other objects than tensors ({type(error).__name__}); "
+            "write it with torch.save(model.state_dict(), path)"
         ) from error
     if not isinstance(loaded, Mapping) or not any(isinstance(value, Tensor) for value in loaded.values()):
-        held = f"{_listed([str(key) for key in loaded])}" if isinstance(loaded, Mapping) else type(loaded).__name__
+        content = f"{_listed([str(key) for key in loaded])}" if isinstance(loaded, Mapping) else type(loaded).__name__
         raise TaskError(
-            f"weights {path}: the file holds no state dict, but {held or 'nothing'}; write it by "
+            f"weights {path}: expected a state dict, got {content or 'nothing'}; write it with "
             "torch.save(model.state_dict(), path)"
         )
     return loaded
@@ -171,12 +175,12 @@ def _load_pickled(path: Path) -> Any:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(names[:_MAX_NAMES])}{more}"
 
 
 def check_functions(faults: Faults, model: ModelConfig) -> None:
-    """Check that the functions of a model can be imported, and that its weights are there; nothing is called."""
+    """Check that the functions of a model can be imported and that its weights exist; nothing is called."""
     faults.of(partial(_check_no_path, model.source))
     for name in (model.source, model.inputs, model.metric):
         if name is not None:
@@ -186,11 +190,11 @@ def check_functions(faults: Faults, model: ModelConfig) -> None:
 
 
 def function_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles, folder: Path) -> Workload:
-    """Return the module that a configuration's functions make, with its batches and their score."""
+    """Return the workload of a configuration with functions: the module, its batches and its score."""
     settings = config.model
     model = returned_module(settings)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    require_room_to_write(folder, size, "what a run writes of this model")
+    require_room_to_write(folder, size, "the output of this run")
     assert settings.inputs is not None
     batches = _batches(model, settings.inputs)
     call = CallForm.of(model, called(f"{settings.source}: forward", output_of, model, batches[0]))
@@ -200,30 +204,30 @@ def function_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles, f
 
 
 def returned_module(model: ModelConfig) -> nn.Module:
-    """Return the module that a function returns, with its weights, in eval mode on the CPU."""
+    """Return the module of a function with its weights, in eval mode on the CPU."""
     _check_no_path(model.source)
-    made = called(model.source, imported(model.source))
-    if not isinstance(made, nn.Module) or is_proxy(made):
-        what = "a proxy" if isinstance(made, nn.Module) else f"a {type(made).__name__}"
-        raise TaskError(f"{model.source}() returned {what}; expected a float model, a torch.nn.Module")
+    module = called(model.source, imported(model.source))
+    if not isinstance(module, nn.Module) or is_proxy(module):
+        kind = "a proxy" if isinstance(module, nn.Module) else f"a {type(module).__name__}"
+        raise TaskError(f"{model.source}() returned {kind}; expected a float model, a torch.nn.Module")
     if model.weights is not None:
-        load_weights(made, Path(model.weights))
-    return made.cpu().eval()
+        load_weights(module, Path(model.weights))
+    return module.cpu().eval()
 
 
 def _check_no_path(source: str) -> None:
     if is_there(Path(source)):
         raise TaskError(
-            f"model source {source!r} is the name of a function, and of a file or folder here: name the folder "
-            f"./{source} and a task, or rename one of them"
+            f"model source {source!r} names a function, but also an existing file or folder: use ./{source} with a "
+            "task for the folder, or rename one of them"
         )
 
 
 def _batches(model: nn.Module, name: str) -> list[Batch]:
-    """Return the batches that a function returns, by the names of the module's arguments."""
+    """Return the batches of a function, by the argument names of the module."""
     data = called(name, imported(name))
     try:
-        # A generator imports when it runs.
+        # A generator runs its code, and its imports, while it is read.
         with current_folder_first():
             return module_batches(model, data)
     except CalibrationError as error:
@@ -235,8 +239,8 @@ def _score(name: str) -> ScoreFunction:
 
     @wraps(function)
     def score(model: nn.Module) -> float:
-        # That it is a number is checked where every score is.
-        given: float = called(name, function, model)
-        return given
+        # The scorer checks that it is a number.
+        value: float = called(name, function, model)
+        return value
 
     return score

@@ -1,6 +1,6 @@
-"""Latency-aware fallback: the latency costs of its groups, and the speed that its engine has to reach.
+"""Latency-aware fallback of a run: latency costs of the groups, and the goal of ``fallback.min_speedup``.
 
-A speed-up that the engine reaches, too: groups are quantized again until it is as fast as asked.
+If the engine misses the goal, groups are quantized again and the engine is rebuilt.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.processes import from_first_rank
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.run_engines import RunEngines
-from quantizer.pipeline.time_groups import GroupPlacer
+from quantizer.pipeline.time_groups import GroupTimer
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import FallbackPoint, LatencyFallback, SpeedCheck
 from quantizer.utils.records import GroupSensitivity, GroupTime
 
 
-class RunPlacement:
-    """The latency costs and the speed of a run's plan.
+class RunLatencyFallback:
+    """Latency costs and the speed goal of a run.
 
     Attributes:
-        latency_costs: the times of the groups; None: no engine runs here, or it tells no times.
+        latency_costs: the measured costs; None if no engine runs on this machine, or it does not report layer times.
     """
 
     def __init__(self, context: RunContext, config: RunConfig, folder: Path, graphs: Graphs) -> None:
@@ -42,54 +42,54 @@ class RunPlacement:
         self._goal = SpeedGoal(None if config.fallback is None else config.fallback.min_speedup, context.timer)
 
     def measured(self, quantizer: Quantizer, engines: RunEngines) -> LatencyCosts | None:
-        """Return the latency costs of the plan's groups; None: no engine runs here, or they could not be timed."""
+        """Return the latency costs of the plan's groups; None if they cannot be measured."""
         if not engines.runs_here or self._graphs.several:
             return None
         with self._context.timer("quantize"):
             quantized = quantizer.quantize(self._context.model)
         engines.build(quantizer, quantized)
         low, plain = engines.files("engine"), engines.files("float")
-        placer = GroupPlacer(
+        placer = GroupTimer(
             model=self._context.model,
             example=self._context.feed.example(),
             timing=engines.timing,
             times=self._context.resume.times,
-            # The configuration names the backend from before the choice.
+            # self._config may name the backend from before the choice.
             build=partial(self._context.timer.build, quantizer.config.backend, options=engines.options()),
             folder=self._folder,
             opset=self._config.export.opset,
             axes=self._context.feed.sizes,
             say=self._context.timer.tell,
         )
-        with self._context.timer("time the groups"):
+        with self._context.timer("measure latency costs"):
             return placer.latency_costs(quantizer, quantized, low, plain)
 
     def is_fast_enough(self, quantizer: Quantizer, proxy: nn.Module | None, engines: RunEngines) -> bool:
-        """Return whether the engine reaches the speed that was asked for; if not, choose groups to quantize again."""
+        """Return whether the engine reaches the speed goal; if not, choose groups to quantize again."""
         chosen = quantizer.chosen_fallback
         groups = 0 if chosen is None else len(chosen.groups)
-        wanted = from_first_rank(lambda: self._goal.next_speedup(engines, groups), float | None)
-        if wanted is not None:
-            quantizer.fallback(proxy, min_speedup=wanted, latency_costs=self.latency_costs)
-        return wanted is None
+        next_speedup = from_first_rank(lambda: self._goal.next_speedup(engines, groups), float | None)
+        if next_speedup is not None:
+            quantizer.fallback(proxy, min_speedup=next_speedup, latency_costs=self.latency_costs)
+        return next_speedup is None
 
     def record(self, quantizer: Quantizer) -> LatencyFallback | None:
-        """Return the record; None if no engine was timed."""
+        """Return the record; None without latency costs."""
         if self.latency_costs is None:
             return None
         ranking = quantizer.sensitivity.rows if self._config.amp is not None else ()
-        made = latency_fallback_record(self.latency_costs, ranking, quantizer.chosen_fallback)
-        return replace(made, min_speedup=self._goal.asked, checks=tuple(self._goal.checks))
+        result = latency_fallback_record(self.latency_costs, ranking, quantizer.chosen_fallback)
+        return replace(result, min_speedup=self._goal.asked, checks=tuple(self._goal.checks))
 
 
 _CHECKS = 3
-"""How often an engine is built for one goal."""
+"""Maximum number of engines built for one goal."""
 
 _MARGIN = 1.01
 
 
 def missed_speed(latency_fallback: LatencyFallback | None) -> str | None:
-    """Return why the goal of a placement is missed, in words; None if it is reached, or there is none."""
+    """Return a sentence on a missed speed goal; None if the goal is reached or missing."""
     if latency_fallback is None or latency_fallback.min_speedup is None or latency_fallback.speedup is None:
         return None
     if latency_fallback.speedup >= latency_fallback.min_speedup:
@@ -103,11 +103,11 @@ def missed_speed(latency_fallback: LatencyFallback | None) -> str | None:
 
 
 class SpeedGoal:
-    """Goal for how many times as fast as in float an engine is, and what predictions must promise for it.
+    """The goal of ``fallback.min_speedup``, and the predicted speed-up required to reach it.
 
     Attributes:
-        asked: the goal; None: there is none.
-        checks: the engines that were timed, in order.
+        asked: the goal; None without one.
+        checks: the measured engines, in order.
     """
 
     def __init__(self, asked: float | None, timer: StageTimer) -> None:
@@ -117,10 +117,10 @@ class SpeedGoal:
         self._target = asked or 0.0
 
     def next_speedup(self, engines: RunEngines, groups: int) -> float | None:
-        """Return the speed-up to predict now; None if the engine reaches the goal, or nothing is left to quantize."""
+        """Return the speed-up to predict next; None if the engine reaches the goal, or every group is quantized."""
         if self.asked is None:
             return None
-        with self._timer("time the engine against its goal"):
+        with self._timer("check the speed goal"):
             paths = {"engine": engines.files("engine").engine, "float": engines.files("float").engine}
             latency = engines.timing.latencies(paths)
         reached = latency["float"] / latency["engine"]
@@ -135,17 +135,22 @@ class SpeedGoal:
 def latency_fallback_record(
     latency_costs: LatencyCosts, rows: Sequence[GroupSensitivity], chosen: Fallback | None
 ) -> LatencyFallback:
-    """Return the record of a plan that was chosen by its latency costs."""
-    slower, back = latency_costs.slower(), [] if chosen is None else list(chosen.reasons())
+    """Return the record of a plan with latency costs."""
+    slower, in_float = latency_costs.slower(), [] if chosen is None else list(chosen.reasons())
     return LatencyFallback(
         conditions=latency_costs.where,
         low_ms=latency_costs.low_us / 1000,
         float_ms=latency_costs.float_us / 1000,
-        predicted_ms=latency_costs.time_us(back) / 1000,
-        float_groups=len(back),
+        predicted_ms=latency_costs.time_us(in_float) / 1000,
+        float_groups=len(in_float),
         groups=tuple(
-            GroupTime(group=one.group, low_us=one.low_us, float_us=one.float_us, slower_reason=slower.get(one.group))
-            for one in sorted(latency_costs.groups.values(), key=lambda one: -one.gain_us)
+            GroupTime(
+                group=group_time.group,
+                low_us=group_time.low_us,
+                float_us=group_time.float_us,
+                slower_reason=slower.get(group_time.group),
+            )
+            for group_time in sorted(latency_costs.groups.values(), key=lambda group_time: -group_time.gain_us)
         ),
         frontier=tuple(
             FallbackPoint(float_groups=point.back, milliseconds=point.time_us / 1000, error=point.error)

@@ -1,18 +1,17 @@
-"""Engines that are loaded from their folders.
+"""Loading of engines from their folders.
 
-``quantizer.load``: the engine in the folder of a run, called as the model that it was built of.
+- ``quantizer.load``: the engine in the folder of a run, called like the model of which it was built.
+- ``quantizer.load_converted``: an engine of ``quantizer convert`` that reads texts, images or recordings.
 
-``quantizer.load_converted``: an engine that reads texts, images or recordings, from its folder alone.
-That folder has all that a server needs:
+The folder of a converted engine contains:
 
 model.onnx     the graph
-model.engine   the engine that was built from the graph
-tokenizer/     the tokenizer, which makes inputs from texts, or
-processor/     the image processor or feature extractor, which makes inputs from images or recordings
+model.engine   the engine built from the graph
+tokenizer/     the tokenizer, which turns texts into inputs, or
+processor/     the image processor or feature extractor, which turns images or recordings into inputs
 config.json    names, types and shapes, labels, lengths, and how the engine was made
 
-The engines of an encoder-decoder model are loaded together. An engine of one decoding step generates, and reads its own
-cache of keys and values.
+The engines of an encoder-decoder model are loaded together. An engine with a cache generates texts.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ CONFIG = "config.json"
 ENGINE = "model.engine"
 ONNX = "model.onnx"
 FORMAT = 1
-"""The version of config.json; it rises when readers have to change."""
+"""The version of config.json; it increases if readers have to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Told:
-    """The part of config.json that a server reads."""
+class _ServerFields:
+    """The fields of config.json that a server needs."""
 
     name: str
     task: str
@@ -69,27 +68,27 @@ class _Told:
 
 @dataclass(frozen=True)
 class Converted:
-    """An engine with its tokenizer, image processor or feature extractor, loaded from its folder alone.
+    """An engine with its tokenizer, image processor or feature extractor.
 
     Attributes:
         config: the content of config.json.
-        engine: the engine, ready to run.
-        processor: a transformers tokenizer, an image processor or a feature extractor; of speech one with a tokenizer.
+        engine: the loaded engine.
+        processor: a transformers tokenizer, image processor or feature extractor; for speech, one with a tokenizer.
     """
 
     config: dict[str, Any]
     engine: Engine
     processor: Any
-    # A fast tokenizer keeps padding and truncation of a call as settings of its own, which others would change.
+    # A fast tokenizer stores padding and truncation of a call as its own state, so threads need a lock.
     _tokenizing: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         inputs, outputs = ", ".join(map(str, self.engine.inputs)), ", ".join(self.engine.output_names)
-        told = f"{self.config['name']!r}, {self.config['task']}, {self.config['backend']}"
-        return f"Converted({told}: {inputs} -> {outputs})"
+        description = f"{self.config['name']!r}, {self.config['task']}, {self.config['backend']}"
+        return f"Converted({description}: {inputs} -> {outputs})"
 
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Array]:
-        """Return the engine's inputs for files, or for texts, padded to the longest within the engine's lengths."""
+        """Return the engine's inputs for texts, image files or recordings; texts are padded to the longest."""
         if self._reads == "audio":
             recordings = Recordings(
                 getattr(self.processor, "feature_extractor", self.processor), self.config["seconds"]
@@ -100,52 +99,53 @@ class Converted:
             encoded = {name: value.numpy() for name, value in self.processor(images, return_tensors="pt").items()}
         else:
             encoded = self._tokens(samples)
-        given = {**encoded, **empty_cache(self.engine.inputs, len(samples))}
-        return {spec.name: given[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
+        arrays = {**encoded, **empty_cache(self.engine.inputs, len(samples))}
+        return {spec.name: arrays[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Array]:
         """Return the engine's outputs for texts, image files or recordings."""
-        fewest, _, most = self.config["dimensions"]["batch"]
-        if not fewest <= len(samples) <= most:
+        minimum, _, maximum = self.config["dimensions"]["batch"]
+        if not minimum <= len(samples) <= maximum:
             raise QuantizerError(
-                f"{len(samples)} {self._reads}s at once, and this engine was built for {fewest} to {most}"
+                f"got {len(samples)} {self._reads}s, but this engine was built for {minimum} to {maximum}"
             )
-        taken = sorted({sizes["batch"] for sizes in self._only_sizes if "batch" in sizes})
-        if taken and len(samples) not in taken:
-            told = ", ".join(map(str, taken))
-            raise QuantizerError(f"{len(samples)} {self._reads}s at once, and this engine was built for {told} alone")
+        batch_sizes = sorted({sizes["batch"] for sizes in self._only_sizes if "batch" in sizes})
+        if batch_sizes and len(samples) not in batch_sizes:
+            allowed = ", ".join(map(str, batch_sizes))
+            raise QuantizerError(f"got {len(samples)} {self._reads}s, but this engine was built only for {allowed}")
         return self.engine(self.inputs(samples))
 
     def labels(self, samples: Sequence[Sample]) -> list[str]:
-        """Return a classifier's label of each text, image or recording."""
+        """Return the predicted label of each text, image or recording."""
         names = self.config["labels"]
         if not names or tasks[self.config["task"]].labels == "part":
-            raise QuantizerError(f"{self.config['name']} is no classifier: call it for its outputs instead")
+            raise QuantizerError(f"{self.config['name']} is not a classifier: call it to get its outputs instead")
         if len(names) == 1:
             raise QuantizerError(
-                f"{self.config['name']} has one output and no classes: call it for its outputs instead"
+                f"{self.config['name']} has one output and no classes: call it to get its outputs instead"
             )
         logits = self(samples)["logits"]
         if logits.shape[-1] != len(names):
             raise QuantizerError(
-                f"{CONFIG} has {len(names)} labels, and the engine tells {logits.shape[-1]} classes apart: the folder "
-                "is damaged, convert the model again"
+                f"{CONFIG} has {len(names)} labels, but the engine has {logits.shape[-1]} classes: the folder is "
+                "damaged, convert the model again"
             )
         return [names[int(index)] for index in logits.argmax(axis=-1)]
 
     def generate(self, text: str, tokens: int = 32) -> str:
-        """Return a text with what the model writes after it, the likeliest token each time."""
+        """Return a text continued with greedy decoding by at most ``tokens`` tokens."""
         if self.config["task"] != CACHED:
             raise QuantizerError(
-                f"{self.config['name']} is for {self.config['task']}: convert it with --task {CACHED} to generate"
+                f"{self.config['name']} has task {self.config['task']}: convert it with --task {CACHED} to "
+                "generate texts"
             )
         longest = self.config["dimensions"]["sequence"][-1]
         with self._tokenizing:
             ids = self.processor(text)["input_ids"]
         if len(ids) + tokens > longest:
             raise QuantizerError(
-                f"{len(ids)} tokens and {tokens} new ones are more than the {longest} that this engine was built for: "
-                "ask for fewer, or convert the model with a larger --seq-len"
+                f"{len(ids)} tokens and {tokens} new tokens exceed the {longest} tokens that this engine was built "
+                "for: request fewer, or convert the model with a larger --seq-len"
             )
         return str(self.processor.decode(greedy(self.engine, ids, tokens, self.processor.eos_token_id)))
 
@@ -165,9 +165,9 @@ class Converted:
 
     @property
     def _only_sizes(self) -> Sequence[Mapping[str, int]]:
-        """The sizes of dynamic dimensions that the engine takes alone; none: it takes all."""
-        found: Sequence[Mapping[str, int]] = self.config.get("only_sizes") or ()
-        return found
+        """The sizes that the engine is limited to; empty for all."""
+        sizes: Sequence[Mapping[str, int]] = self.config.get("only_sizes") or ()
+        return sizes
 
     @property
     def _reads(self) -> str:
@@ -177,37 +177,51 @@ class Converted:
 def load_converted(
     folder: str | Path, *, threads: int = 1, verify: bool = True, trust: bool = False
 ) -> Converted | ConvertedParts:
-    """Return the engine that ``quantizer convert`` wrote for one backend, or those of a model in parts."""
+    """Load the engine of one backend that ``quantizer convert`` wrote.
+
+    Args:
+        folder: the folder OUT/BACKEND.
+        threads: the number of CPU threads.
+        verify: compare the engine file with its checksum.
+        trust: load a compiled torch engine, which is native code, even if this process did not build it.
+
+    Returns:
+        The engine with its processor; for an encoder-decoder model, all of its engines.
+
+    Raises:
+        QuantizerError: the folder is not a conversion, or is damaged.
+        EngineError: the engine does not load on this machine, or contains untrusted native code.
+    """
     path = Path(folder)
-    # A conversion is put in place as a whole, and so is a run of a model in parts, which lies in the folder itself.
+    # A conversion is renamed into place as one folder; a run of an encoder-decoder model is the folder itself.
     for place in (path.parent, path):
         restore_folder(place)
     try:
         config = json_values(regular_file(path / CONFIG).read_bytes())
         if not isinstance(config, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it is not a JSON object")
         if config.get("format") == FORMAT:
             _check(config)
     except (OSError, ValueError) as error:
         raise QuantizerError(
-            f"{path} holds no {CONFIG} that can be read ({type(error).__name__}: {error}); expected a folder "
-            "OUT/BACKEND that `quantizer convert` wrote"
+            f"{path} has no readable {CONFIG} ({type(error).__name__}: {error}); expected a folder OUT/BACKEND that "
+            "`quantizer convert` wrote"
         ) from error
     if config.get("format") != FORMAT:
         raise QuantizerError(
             f"{path / CONFIG} has format {config.get('format')!r}, expected {FORMAT}: convert the model again"
         )
-    other = config.get("chosen_on") not in (None, here := collect_machine()["instructions"])
-    if other:
+    other_cpu = config.get("chosen_on") not in (None, instructions := collect_machine()["instructions"])
+    if other_cpu:
         warnings.warn(
-            f"{path}: its engine was chosen as the fastest on a CPU with {config['chosen_on']}, and this one has "
-            f"{here or 'instructions that are not known'}: another may be faster here; convert the model again",
+            f"{path}: the engine was the fastest on a CPU with {config['chosen_on']}, but this CPU has "
+            f"{instructions or 'unknown instructions'}; another engine may be faster: convert the model again",
             stacklevel=2,
         )
     task = config["task"]
     processor = load_processor(str(path / processor_folder(task)), task)
     # One warning is enough.
-    load = backend(config["backend"]).load if other else partial(load_engine, config["backend"])
+    load = backend(config["backend"]).load if other_cpu else partial(load_engine, config["backend"])
     load = partial(load, threads=threads, verify=verify, trust=trust)
     if not tasks[task].in_parts:
         return Converted(config, load(path / config["files"]["engine"]), processor)
@@ -217,22 +231,23 @@ def load_converted(
 
 
 def _check(config: dict[str, Any]) -> None:
-    """Check the fields of config.json that are read here."""
-    told: _Told = decoded(_Told, {name: config[name] for name in _Told.__annotations__ if name in config}, CONFIG)
-    if told.task not in tasks.names():
-        raise ValueError(f"{CONFIG}.task: expected one of {', '.join(tasks.names())}, got {told.task!r}")
-    expected = {"batch", "sequence"} if tasks[told.task].reads == "text" else {"batch"}
-    if set(told.dimensions) != expected:
+    """Check the fields of config.json that this module reads."""
+    known = {name: config[name] for name in _ServerFields.__annotations__ if name in config}
+    fields: _ServerFields = decoded(_ServerFields, known, CONFIG)
+    if fields.task not in tasks.names():
+        raise ValueError(f"{CONFIG}.task: expected one of {', '.join(tasks.names())}, got {fields.task!r}")
+    expected = {"batch", "sequence"} if tasks[fields.task].reads == "text" else {"batch"}
+    if set(fields.dimensions) != expected:
         raise ValueError(f"{CONFIG}.dimensions: expected sizes of {' and '.join(sorted(expected))}")
-    if tasks[told.task].in_parts and (told.tokens is None or told.tokens < 1):
-        raise ValueError(f"{CONFIG}.tokens: expected 1 or more, got {told.tokens}")
-    for name, (least, usual, most) in told.dimensions.items():
-        if not 1 <= least <= usual <= most:
-            raise ValueError(f"{CONFIG}.dimensions.{name}: expected 1 <= least <= usual <= most")
+    if tasks[fields.task].in_parts and (fields.tokens is None or fields.tokens < 1):
+        raise ValueError(f"{CONFIG}.tokens: expected 1 or more, got {fields.tokens}")
+    for name, (minimum, usual, maximum) in fields.dimensions.items():
+        if not 1 <= minimum <= usual <= maximum:
+            raise ValueError(f"{CONFIG}.dimensions.{name}: expected 1 <= min <= opt <= max")
 
 
 def processor_folder(task: str) -> str:
-    """Return the name of the folder of a task's tokenizer, image processor or feature extractor."""
+    """Return the folder name of a task's tokenizer, image processor or feature extractor."""
     return "tokenizer" if tasks[task].reads == "text" else "processor"
 
 
@@ -243,13 +258,13 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ConvertedParts:
-    """The engines of a model in parts with its tokenizer or processor, loaded from their folder alone.
+    """The engines of an encoder-decoder model, with its tokenizer or processor.
 
     Attributes:
         config: the content of config.json.
-        engines: the engine of each part, by its name.
-        processor: a transformers tokenizer, or a processor of recordings that has one.
-        inputs: makes the encoder's inputs of texts or recordings.
+        engines: the engines by graph name.
+        processor: a transformers tokenizer, or a processor of recordings with a tokenizer.
+        inputs: turns texts or recordings into the encoder's inputs.
         folder: the folder with the model's own config.
     """
 
@@ -261,54 +276,58 @@ class ConvertedParts:
 
     @once_property
     def model(self) -> Any:
-        """A model of transformers whose ``generate`` runs the engines: it takes all that this method does."""
+        """A transformers model whose ``generate`` runs the engines, with all options of that method."""
         runs = {name: partial(engine_run, one) for name, one in self.engines.items()}
         return in_parts(empty_model(str(self.folder), self.config["task"]), runs)
 
     def generate(self, samples: Sequence[Sample], tokens: int | None = None) -> list[str]:
-        """Return what the model writes for texts or recordings, as its own generation config says, without sampling."""
+        """Return generated texts for texts or recordings, with the model's generation config but without sampling."""
         if isinstance(samples, str):
-            raise QuantizerError("generate() takes a list of texts or paths, and was given one: put it into a list")
-        (fewest, _, most), longest = self.config["dimensions"]["batch"], self.config["tokens"]
-        if not fewest <= len(samples) <= most:
-            raise QuantizerError(f"{len(samples)} samples at once, and these engines were built for {fewest} to {most}")
+            raise QuantizerError("generate() takes a list of texts or paths, but got one text: pass it in a list")
+        (minimum, _, maximum), longest = self.config["dimensions"]["batch"], self.config["tokens"]
+        if not minimum <= len(samples) <= maximum:
+            raise QuantizerError(f"got {len(samples)} samples, but these engines were built for {minimum} to {maximum}")
         if tokens is not None and not 1 <= tokens <= longest:
             raise QuantizerError(
-                f"{tokens} tokens, and these engines were built to write 1 to {longest}: ask for fewer, or make them "
-                "with a larger --new-tokens, or model.new_tokens in a run"
+                f"got {tokens} tokens, but these engines were built to generate 1 to {longest}: request fewer, or "
+                "convert with a larger --new-tokens (model.new_tokens in a run)"
             )
         batch = {name: torch.from_numpy(value) for name, value in self.inputs(samples).items()}
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         with torch.no_grad():
-            made = Writer(self.model, tokens or longest)(**batch)["sequences"]
-        rows = [row.tolist() for row in written_tokens(made, tokenizer.pad_token_id)]
+            sequences = Writer(self.model, tokens or longest)(**batch)["sequences"]
+        rows = [row.tolist() for row in written_tokens(sequences, tokenizer.pad_token_id)]
         return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
 
 
 CACHED = "text-generation-with-past"
-"""The task of such engines."""
+"""The task of engines with a cache of keys and values."""
 
 
 def empty_cache(inputs: Sequence[TensorSpec], rows: int) -> dict[str, Array]:
-    """Return keys and values [rows x heads x 0 x width] of no tokens, for those of the inputs that are a cache."""
+    """Return empty keys and values [samples x heads x 0 x width] for all cache inputs."""
     cached = [spec for spec in inputs if spec.name.startswith(CACHE)]
     return {spec.name: np.zeros((rows, spec.shape[1] or 0, 0, spec.shape[3] or 0), spec.dtype) for spec in cached}
 
 
 def greedy(engine: Engine, ids: Sequence[int], tokens: int, end: int | None) -> list[int]:
-    """Return token ids with at most ``tokens`` more, the likeliest each time, up to and without ``end``."""
-    whole, read = list(ids), list(ids)
+    """Return token ids continued with greedy decoding by at most ``tokens`` tokens, up to but without ``end``."""
+    all_ids, new_ids = list(ids), list(ids)
     cache = empty_cache(engine.inputs, 1)
     for _ in range(tokens):
-        given = {"input_ids": np.array([read]), "attention_mask": np.ones((1, len(whole)), dtype=np.int64), **cache}
-        made = engine({spec.name: given[spec.name].astype(spec.dtype, copy=False) for spec in engine.inputs})
-        cache = {name: made[f"{PRESENT}{name.removeprefix(CACHE)}"] for name in cache}
-        token = int(made["logits"][0, -1].argmax())
+        inputs = {
+            "input_ids": np.array([new_ids]),
+            "attention_mask": np.ones((1, len(all_ids)), dtype=np.int64),
+            **cache,
+        }
+        outputs = engine({spec.name: inputs[spec.name].astype(spec.dtype, copy=False) for spec in engine.inputs})
+        cache = {name: outputs[f"{PRESENT}{name.removeprefix(CACHE)}"] for name in cache}
+        token = int(outputs["logits"][0, -1].argmax())
         if token == end:
             break
-        whole.append(token)
-        read = [token]
-    return whole
+        all_ids.append(token)
+        new_ids = [token]
+    return all_ids
 
 
 def load(
@@ -319,30 +338,30 @@ def load(
     verify: bool = True,
     trust: bool = False,
 ) -> EngineModule:
-    """Return the engine that ``QuantizedModel.save`` or ``quantizer run`` wrote, called as the model is.
+    """Return the engine that ``QuantizedModel.save`` or ``quantizer run`` wrote, called like the model.
 
-    Tensors go in by position or by name, and what the model returned comes out: a tensor, or tensors in tuples, lists
-    and mappings (a model output of transformers as a mapping). A checkpoint's engine is called by the names of its
-    inputs, and returns a mapping. The model itself is not needed.
+    Pass tensors by position or by name. The output has the structure of the model's output: a tensor, or tensors in
+    tuples, lists and mappings; an output of transformers becomes a mapping. A checkpoint's engine takes its inputs by
+    name, and returns a mapping. The model itself is not needed.
 
     Args:
-        folder: the folder.
-        float_engine: load the engine of the float model instead of the quantized one.
-        threads: the threads of an engine on a CPU; None: as many as it was measured with.
-        verify: compare the engine's file with the checksum in it.
-        trust: load a compiled torch engine, which is native code, also where this process has not built it.
+        folder: the folder of the run.
+        float_engine: load the engine of the float model instead of the quantized engine.
+        threads: the number of CPU threads; None for the number with which it was benchmarked.
+        verify: compare the engine file with its checksum.
+        trust: load a compiled torch engine, which is native code, even if this process did not build it.
 
     Raises:
-        QuantizerError: the folder is not that of a run, is of a model in several parts, or is damaged.
-        EngineError: the engine was refused, does not load on this machine, or holds native code that is not trusted.
-        MissingDependencyError: the library of its backend is not installed.
+        QuantizerError: the folder is not a run, contains an encoder-decoder model, or is damaged.
+        EngineError: the engine was refused, does not load on this machine, or contains untrusted native code.
+        MissingDependencyError: the library of the backend is not installed.
     """
     path = Path(folder)
     restore_folder(path)
     backend, measured = _settings(path)
     if is_file(path / f"{ENCODER}.engine"):
         raise QuantizerError(
-            f"{path} holds a model in several parts, an engine for each, which write text together: "
+            f"{path} contains the engines of an encoder-decoder model; use "
             f"quantizer.load_converted({json.dumps(str(path))}).generate([...])"
         )
     file = path / f"{FLOAT_STEM if float_engine else QUANTIZED_STEM}.engine"
@@ -353,16 +372,16 @@ def load(
 
 
 def _settings(folder: Path) -> tuple[str, int]:
-    """Return the backend and the threads of a run's engines."""
+    """Return the backend and the number of threads of a run's engines."""
     config = folder / "config.yaml"
     if not is_file(config):
         raise QuantizerError(
-            f"{folder} is not the folder of a run: it has no config.yaml; expected what QuantizedModel.save or "
-            f"`quantizer run` wrote{_hint(folder)}"
+            f"{folder} is not the folder of a run: it has no config.yaml; expected a folder that QuantizedModel.save "
+            f"or `quantizer run` wrote{_hint(folder)}"
         )
     try:
-        told: Any = yaml_values(regular_file(config).read_bytes())
-        backend, threads = told["quantizer"]["backend"], told["engine"]["threads"]
+        document: Any = yaml_values(regular_file(config).read_bytes())
+        backend, threads = document["quantizer"]["backend"], document["engine"]["threads"]
         if not isinstance(backend, str) or not isinstance(threads, int) or isinstance(threads, bool):
             raise ValueError("expected text for quantizer.backend and a number for engine.threads")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -373,27 +392,27 @@ def _settings(folder: Path) -> tuple[str, int]:
 
 
 def _check_refused(folder: Path, file: Path, *, float_engine: bool) -> None:
-    """Raise if an engine is missing since the run refused it."""
+    """Raise if an engine is missing because the run refused it."""
     report = folder / "report.json"
     if is_file(file) or not is_file(report):
         return
     record = read_record(report)
     why = record.float_engine_refused if float_engine else record.engine_refused
     if why is not None:
-        raise EngineError(f"{folder} holds no {file.name}: the run refused it: {why}")
+        raise EngineError(f"{folder} has no {file.name}, because the run refused it: {why}")
 
 
 def _hint(folder: Path) -> str:
-    """Return what loads a folder that is no run's, or which folders in it can be loaded; empty: nothing is known."""
+    """Return a hint on how to load another kind of folder; empty if unknown."""
     if not is_folder(folder):
         return ""
-    loads = "quantizer.load_converted"
+    function = "quantizer.load_converted"
     if is_file(folder / CONFIG):
-        return f"; {loads} loads what `quantizer convert` wrote"
+        return f"; {function} loads what `quantizer convert` wrote"
     converted = [
         path.parent for path in sorted(folder.glob("*/config.json")) if (path.parent / "model.engine").exists()
     ]
     if converted:
-        return f"; {loads}({json.dumps(str(converted[0]))}) loads the engine that `quantizer convert` wrote there"
+        return f"; {function}({json.dumps(str(converted[0]))}) loads the engine that `quantizer convert` wrote there"
     runs = [path.parent for path in sorted(folder.glob("*/config.yaml")) if (path.parent / "model.engine").exists()]
-    return f"; a run lies in it: quantizer.load({json.dumps(str(runs[0]))})" if runs else ""
+    return f"; it contains a run: quantizer.load({json.dumps(str(runs[0]))})" if runs else ""

@@ -1,6 +1,6 @@
-"""The workload that a configuration names: a checkpoint, its task, and samples of data sets.
+"""The workload of a configuration: a checkpoint or a function, its task, and the samples.
 
-The runs of a sweep share the loaded model and samples, what is float, and calibrations (``LoadedWork``).
+The runs of a sweep share the loaded model and samples, float engines, and calibrations (``LoadedWork``).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from quantizer.config import RunConfig
 from quantizer.pipeline.context import RunContext, RunExamples, load_context
-from quantizer.pipeline.faults import check_examples
 from quantizer.pipeline.function_source import function_workload
 from quantizer.pipeline.model_graphs import Graphs, graphs_of
 from quantizer.pipeline.open_axes import is_in_parts, with_written_sizes
+from quantizer.pipeline.preflight_checks import check_examples
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.scores import FunctionScorer, Scoring, TaskMetric
@@ -26,7 +26,7 @@ from quantizer.utils.files import Store, temporary_beside
 def configured_workload(
     config: RunConfig, examples: RunExamples, timer: StageTimer, kept: ResumeFiles, folder: Path
 ) -> Workload:
-    """Return the model that a configuration names, with its samples and their scores."""
+    """Return the workload of a configuration, with its samples."""
     if config.model.task is None:
         return function_workload(config, timer, kept, folder)
     config = with_written_sizes(config)
@@ -37,15 +37,15 @@ def configured_workload(
         folder,
         config.model.source,
         config.model.task,
-        # A run writes four files of the model, of which two are in float; of one in parts they hold the decoder twice.
+        # A run writes two float and two quantized files. For encoder-decoder models, they contain the decoder twice.
         copies=2 if is_in_parts(config) else 1,
-        needed_for="what a run writes of this model",
+        needed_for="the output of this run",
         attention=config.model.attention,
         texts=config.model.texts,
         sizes={
             "max_length": config.model.max_length,
             "batch_size": config.data.batch_size,
-            # A shorter batch would be outside the engine's range.
+            # The engine does not accept shorter batches.
             "min_length": config.export.dynamic.sequence[0],
             "seconds": config.model.seconds,
         },
@@ -71,7 +71,7 @@ def workload_of(
             [*examples.evaluation, *examples.tuning, *examples.head],
             [*examples.calibration, *examples.training, *examples.check],
         )
-        # Raises if the model has fewer positions than the shape for the latency.
+        # Raises if the model has fewer positions than the latency benchmarks need.
         context.task.random_batch(1, config.report.latency_sequence)
 
     return Workload(
@@ -87,13 +87,13 @@ def workload_of(
 
 
 def needs(config: RunConfig) -> str:
-    """Return all that a loaded model and its samples depend on, as text: runs with equal texts share them."""
+    """Return a text key of everything that a loaded model and its samples depend on, to share them between runs."""
     sequence = config.export.dynamic.sequence[0]
     return f"{config.model.model_dump_json()} {config.data.model_dump_json()} {sequence}"
 
 
 class LoadedWork:
-    """Loads the workloads of runs that follow one another; the model and samples of the last one stay in memory."""
+    """Loader of the workloads of consecutive runs; it keeps the last model and its samples in memory."""
 
     def __init__(self, floats: Store, times: Store, *, diagnoses: bool = True) -> None:
         self._floats = floats
@@ -103,32 +103,32 @@ class LoadedWork:
         self._work: Workload | None = None
 
     def has(self, config: RunConfig) -> bool:
-        """Return whether the model and the samples of a run are loaded."""
+        """Return whether the model and samples of a run are loaded."""
         return self._work is not None and self._needs == needs(config)
 
     def load(self, config: RunConfig, timer: StageTimer, kept: ResumeFiles, target: Path) -> Workload:
-        """Return the workload of a run, loaded anew if its model or samples are not those of the run before.
+        """Return the workload of a run, and reuse the previous model and samples if they are the same.
 
-        Errors are those of ``configured_workload`` and of ``RunExamples.of``.
+        It raises the errors of ``configured_workload`` and ``RunExamples.of``.
         """
         if not self.has(config):
-            # The former model goes before the next one comes.
+            # Free the previous model before the next one is loaded.
             self._work = self._needs = None
             self._work = configured_workload(config, RunExamples.of(config.data), timer, kept, target)
             self._work = replace(self._work, shared=SharedObjects())
             self._needs = needs(config)
         assert self._work is not None
         work = self._work
-        # The times of all runs are in one place: an engine of the same plan is not timed again.
+        # All runs share measured times, so that an engine of the same plan is not timed again.
         kept, floats = replace(kept, times=self._times), self._floats.under(self._needs)
         context = replace(work.context, timer=timer, resume=kept, floats=floats)
         scorer = work.scorer.for_run(work.graphs.scored(context), config.report.bootstrap, target)
-        made = workload_of(config, context, work.graphs, work.examples, scorer)
-        return replace(made, shared=work.shared, diagnoses=self._diagnoses)
+        workload = workload_of(config, context, work.graphs, work.examples, scorer)
+        return replace(workload, shared=work.shared, diagnoses=self._diagnoses)
 
 
 @contextmanager
 def shared_work(folder: Path) -> Iterator[LoadedWork]:
-    """Yield what loads a sweep's runs. Files that they share go at the end, or with the next sweep after a kill."""
+    """Yield the loader of a sweep's runs; remove their shared files at the end, or after a kill in the next sweep."""
     with temporary_beside(folder / "shared") as scratch:
         yield LoadedWork(Store(scratch), Store(folder / "times"), diagnoses=False)

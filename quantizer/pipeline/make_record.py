@@ -1,7 +1,4 @@
-"""The record of a job: everything that its stages measured, as data for the reports.
-
-The reports in the folder of a run, written with it or anew.
-"""
+"""The record of a job: all measurements as data for the reports, and the files of the reports."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ _HISTOGRAMS = 6
 
 
 def record_of(job: Job) -> RunRecord:
-    """Return the record of a job whose engines were measured."""
+    """Return the report record of a job after its last measurement."""
     config, backend = job.config, job.config.quantizer.backend
-    built = {name: one for name, one in job.built.items() if "engine" not in job.refused or name != "engine"}
+    built = {name: entry for name, entry in job.built.items() if "engine" not in job.refused or name != "engine"}
     latency = job.latencies[0] if job.latencies else None
     engine = None
     if "engine" in built:
@@ -58,36 +55,36 @@ def record_of(job: Job) -> RunRecord:
 
 
 def _of_plan(job: Job) -> Mapping[str, Any]:
-    """Return the fields of the record that tell what is quantized, and why."""
-    quantizer, ranked = job.quantizer, job.config.amp is not None
+    """Return the fields of the record about the plan: coverage, sensitivity and fallback."""
+    quantizer, is_ranked = job.quantizer, job.config.amp is not None
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
-    found = {
+    values = {
         "coverage": site_records(coverage),
         "covered_share": coverage.share,
         "not_quantized": coverage.not_quantized.rows,
         "histograms": tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
-        "sensitivity": quantizer.sensitivity.rows if ranked else (),
-        "measure": quantizer.sensitivity.measure if ranked else None,
+        "sensitivity": quantizer.sensitivity.rows if is_ranked else (),
+        "measure": quantizer.sensitivity.measure if is_ranked else None,
         "fallback": None
         if chosen is None
         else fallback_record(chosen, job.budget.asked, job.budget.checks, job.scores),
         "latency_fallback": job.latency_fallback.record(quantizer),
         "diff": quantizer.diff(job.model),
     }
-    assert found.keys() <= {one.name for one in fields(RunRecord)}
-    return found
+    assert values.keys() <= {entry.name for entry in fields(RunRecord)}
+    return values
 
 
 def site_records(coverage: Iterable[Site]) -> tuple[Site, ...]:
-    """Return the rows of a coverage that are not quiet."""
+    """Return the coverage without quiet sites."""
     return tuple(row for row in coverage if not row.quiet)
 
 
 def write_reports(record: RunRecord, formats: Sequence[str], folder: Path, snippet: str | None = None) -> None:
-    """Write the reports of a run in the formats that it asks for, and its card, each atomically."""
+    """Write the model card and the configured reports of a run, each atomically."""
     write_run_card(record, folder, snippet)
     if "html" in formats:
         write_html(record, folder / "report.html")
-    # The last one: what is in it is in the others.
+    # Written last, so that its presence means that the others are complete.
     if "json" in formats:
         write_record(record, folder / "report.json")

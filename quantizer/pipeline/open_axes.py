@@ -1,7 +1,7 @@
-"""The axes of its inputs that a model keeps open, and sizes that it has written into its code.
+"""Dynamic axes of a model's inputs, and sizes that the model fixes in its code.
 
-What cannot be exported, and sizes of the data that an engine will not take, are told before the long work begins. The
-file is that of the float engine, so that nothing is exported twice.
+Export problems, and sizes of the data that an engine will not accept, are reported before the long work begins. The
+exported file is also the file of the float engine, so that nothing is exported twice.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from quantizer.utils.sizes import BATCH, DataSizes
 from quantizer.utils.structure import leaves
 
 _ALIKE = 1e-3
-"""The largest difference of outputs, relative and absolute, that the order of sums may make."""
+"""Maximum relative and absolute difference of outputs due to the order of float sums."""
 
 
 def settle_axes(context: RunContext, graphs: Graphs, opset: int, folder: Path) -> tuple[str, ...]:
-    """Export the float model, keep those axes of its inputs open that are so in the file, and return what is fixed.
+    """Export the float model of a Python module, adopt the dynamic axes of the file, and return notes on fixed sizes.
 
-    The inputs of a task are known, and nothing is exported for it now.
+    For a task, the dynamic axes are known, and nothing is exported now.
     """
     feed = context.feed
     if not isinstance(feed, ModuleFeed):
@@ -56,9 +56,9 @@ def settle_axes(context: RunContext, graphs: Graphs, opset: int, folder: Path) -
 
 
 def samples_are_independent(model: nn.Module, batch: Batch, sizes: DataSizes) -> bool:
-    """Return whether a model gives the first rows of a batch what it gives them in the whole batch.
+    """Return whether the first samples of a batch have the same outputs in a smaller batch.
 
-    Where it does not, as with the nodes of a graph or halves of a batch that are compared, a batch is not cut.
+    A model that mixes samples, for example nodes of a graph, must get its batches unsplit.
     """
     rows = sizes.usual[BATCH]
     if rows < 2 or not sizes.is_open(BATCH):
@@ -66,57 +66,67 @@ def samples_are_independent(model: nn.Module, batch: Batch, sizes: DataSizes) ->
     part = sizes.resized(batch, {BATCH: rows // 2})
     with torch.no_grad():
         with untouched(model):
-            whole = leaves(model(**batch))
+            full = leaves(model(**batch))
         try:
             with untouched(model):
-                some = leaves(model(**part))
+                partial = leaves(model(**part))
         except (IndexError, RuntimeError, ValueError, TypeError, AssertionError):
             return False
-    pairs = [(one, other) for one, other in zip(whole, some, strict=False) if isinstance(one, Tensor)]
-    return len(whole) == len(some) and all(_begins_with(one, other, rows // 2) for one, other in pairs)
+    pairs = [
+        (full_output, partial_output)
+        for full_output, partial_output in zip(full, partial, strict=False)
+        if isinstance(full_output, Tensor)
+    ]
+    return len(full) == len(partial) and all(
+        _begins_with(full_output, partial_output, rows // 2) for full_output, partial_output in pairs
+    )
 
 
-def _begins_with(whole: Tensor, some: Any, rows: int) -> bool:
-    if not isinstance(some, Tensor) or whole.dim() == 0 or some.dim() == 0 or len(some) != rows:
+def _begins_with(full: Tensor, part: Any, rows: int) -> bool:
+    if not isinstance(part, Tensor) or full.dim() == 0 or part.dim() == 0 or len(part) != rows:
         return False
-    return torch.allclose(whole[:rows].double(), some.double(), rtol=_ALIKE, atol=_ALIKE, equal_nan=True)
+    return torch.allclose(full[:rows].double(), part.double(), rtol=_ALIKE, atol=_ALIKE, equal_nan=True)
 
 
-def _notes(wanted: DataSizes, left: DataSizes) -> Iterator[str]:
-    """Yield what a model fixes, a sentence for each dimension."""
-    for dimension, sizes in wanted.seen.items():
+def _notes(in_data: DataSizes, kept_axes: DataSizes) -> Iterator[str]:
+    """Yield a sentence on each dimension that the model fixes."""
+    for dimension, sizes in in_data.seen.items():
         places = [
             f"axis {axis} of {name!r}"
-            for name, axes in wanted.axes.items()
+            for name, axes in in_data.axes.items()
             for axis, word in axes.items()
-            if word == dimension and axis not in left.axes.get(name, {})
+            if word == dimension and axis not in kept_axes.axes.get(name, {})
         ]
         if not places:
             continue
         what = "batches" if dimension == BATCH else "inputs"
-        seen = sorted(set(sizes))
-        varied = f" The data has {', '.join(map(str, seen[:-1]))} and {seen[-1]} there." if len(seen) > 1 else ""
+        distinct = sorted(set(sizes))
+        varied = (
+            (f" The data has the sizes {', '.join(map(str, distinct[:-1]))} and {distinct[-1]}.")
+            if len(distinct) > 1
+            else ""
+        )
         yield (
-            f"the engine takes {what} with a size of {sizes[0]} along {' and '.join(places)} alone: the model computes "
-            f"with that size as a number, as len(x), int(x.shape[0]), a loop over x or view({sizes[0]}, ...) do."
-            f"{varied} Write it with x.shape and -1, or give batches of the size that you use"
+            f"the engine accepts only {what} with a size of {sizes[0]} along {' and '.join(places)}: the model fixes "
+            f"that size, for example by len(x), int(x.shape[0]), a loop over x or view({sizes[0]}, ...).{varied} Use "
+            "x.shape and -1 in the model, or pass batches of the size that you need"
         )
 
 
 WRITTEN_BATCH_SIZES = (1, 4, 8)
-"""Least, usual and most rows of models that write token by token, each row with a cache of its own."""
+"""Minimum, usual and maximum batch size of encoder-decoder models; each sample has its own cache."""
 
 
 def is_in_parts(config: RunConfig) -> bool:
-    """Return whether the model of a run becomes several engines."""
+    """Return whether the model of a run is an encoder-decoder model, with several engines."""
     name = config.model.task
     return name is not None and name in tasks.names() and tasks[name].in_parts
 
 
 def with_written_sizes(config: RunConfig) -> RunConfig:
-    """Return the configuration of a run with sizes that fit a model in parts; that of another model is left as it is.
+    """Return the configuration of a run with default sizes for an encoder-decoder model; others are unchanged.
 
-    Batches are small, and texts no longer than the model has positions.
+    Batches are small, and texts no longer than the positions of the model.
     """
     if not is_in_parts(config):
         return config
@@ -124,9 +134,9 @@ def with_written_sizes(config: RunConfig) -> RunConfig:
     batch, sequence = dynamic.batch, dynamic.sequence
     rows = data.batch_size if "batch_size" in data.model_fields_set else WRITTEN_BATCH_SIZES[1]
     if "batch" not in dynamic.model_fields_set:
-        least, usual, most = WRITTEN_BATCH_SIZES
+        minimum, usual, maximum = WRITTEN_BATCH_SIZES
         timed = report.latency_batch if "latency_batch" in report.model_fields_set else usual
-        batch = (least, usual, max(most, rows, timed))
+        batch = (minimum, usual, max(maximum, rows, timed))
     if "sequence" not in dynamic.model_fields_set:
         positions = read_checkpoint(model.source, model.task).positions
         low, middle, high = (size if positions is None else min(size, positions) for size in sequence)
@@ -139,14 +149,14 @@ def with_written_sizes(config: RunConfig) -> RunConfig:
             "data": data.model_copy(update={"batch_size": rows}),
             "export": config.export.model_copy(update={"dynamic": sizes}),
             "report": report.model_copy(update=shape),
-            # Nothing else reads several engines as one model.
+            # Only quantizer.load_converted reads several engines as one model.
             "deliver": tuple(dict.fromkeys(("processor", *config.deliver))),
         }
     )
 
 
 def require_possible_run(config: RunConfig) -> None:
-    """Raise if a run asks for something that its kind of model cannot have."""
+    """Raise if a run uses options that its kind of model does not support."""
     problems = list(_problems_of_writing(config) if is_in_parts(config) else _problems_of_one(config))
     if problems:
         raise ConfigError(problems)
@@ -154,19 +164,19 @@ def require_possible_run(config: RunConfig) -> None:
 
 def _problems_of_one(config: RunConfig) -> Iterator[str]:
     if config.model.new_tokens is not None:
-        got = config.model.new_tokens
-        yield f"model.new_tokens: got {got}, and task {config.model.task!r} writes no text; remove it"
+        new_tokens = config.model.new_tokens
+        yield f"model.new_tokens: got {new_tokens}, but task {config.model.task!r} does not generate text; remove it"
 
 
 def _problems_of_writing(config: RunConfig) -> Iterator[str]:
-    of = f"task {config.model.task!r} is of an encoder-decoder model"
+    reason = f"task {config.model.task!r} is for an encoder-decoder model"
     fallback = config.fallback
-    asked = {
+    unsupported = {
         "qat": config.qat is not None,
         "fallback.min_speedup": fallback is not None and fallback.min_speedup is not None,
         "engine.strip_weights": config.engine.strip_weights,
     }
-    for key in (key for key, there in asked.items() if there):
-        yield f"{key}: {of}, which becomes several engines, and is for models that become one; remove it"
+    for key in (key for key, is_set in unsupported.items() if is_set):
+        yield f"{key}: {reason}, which has several engines; this key is only for models with one engine; remove it"
     if get_world_size() > 1:
-        yield f"{of}, which one process quantizes: start it without torchrun"
+        yield f"{reason}, which runs in one process: start it without torchrun"

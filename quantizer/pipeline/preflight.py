@@ -1,15 +1,8 @@
-"""An estimate of a run's time and memory, from an earlier run and the weights of its checkpoint; nothing is loaded.
+"""The checks before a run: packages, data, labels, checkpoint, output folder and machine, with an estimate of the cost.
 
-The time is what the same work took before. Where nothing did it, none is told: most of a run is neither counted nor
-known before it, such as the builds of engines and their timing.
-
-The preflight of a run: packages, data, labels, the checkpoint, the folder, and what the engine needs of the machine.
-
-The model itself is not loaded. What only the loaded model can tell is checked right after that, by ``check_examples``.
-
-Warnings of a budget, from a configuration alone: before a model is loaded.
-
-The stages of an earlier run of the same work, whose times tell how long this one takes.
+The model is not loaded; ``check_examples`` later checks what needs it. The time estimate is the time of the last run
+of the same work. Without such a run there is none, because builds and benchmarks take most of the time and cannot be
+predicted. The memory estimate comes from the weights of the checkpoint.
 """
 
 from __future__ import annotations
@@ -35,9 +28,15 @@ from quantizer.errors import ConfigError, QuantizerError, TaskError
 from quantizer.pipeline.benchmark import build_options
 from quantizer.pipeline.choose_engine import chooses
 from quantizer.pipeline.context import RunExamples
-from quantizer.pipeline.faults import Faults, Looks, check_export_packages, check_packages, require_package
 from quantizer.pipeline.function_source import check_functions
 from quantizer.pipeline.open_axes import require_possible_run
+from quantizer.pipeline.preflight_checks import (
+    Faults,
+    ReadCache,
+    check_export_packages,
+    check_packages,
+    require_package,
+)
 from quantizer.pipeline.progress import earlier_stages, rounded_time
 from quantizer.pipeline.resume import require_names
 from quantizer.pipeline.search_max_drop import budget_warnings, samples_searched
@@ -58,31 +57,33 @@ from quantizer.utils.files import (
 
 _TOKENS_PER_WORD = 1.4
 FORMS = 3
-"""Forms of the model that are scored: float, quantized in PyTorch, and the engine."""
+"""Number of scored models: float, quantized in PyTorch, and the engine."""
 _BACKWARD = 3
-"""A step of training costs about three passes."""
-_AGAIN = {"plain": 0, "fast": 4, "balanced": 12, "accurate": 15}
-"""How often calibration samples go through the model again when ranges and codes are chosen, as counted on a BERT."""
-_CHOSEN_ON = 128
-"""At most so many of them."""
+"""Cost of a training step in forward passes."""
+_EXTRA_PASSES = {"plain": 0, "fast": 4, "balanced": 12, "accurate": 15}
+"""Additional forward passes per calibration sample for the choice of ranges and weights, by preset; counted on a
+BERT.
+"""
+_MAX_EXTRA_SAMPLES = 128
+"""Maximum number of samples in these passes."""
 _COPIES = 5
-"""Copies of the parameters in float32 at the peak: the model, its export in both forms, and the two engines."""
+"""Peak number of float32 copies of the parameters: the model, two exports and two engines."""
 _LIBRARIES_GIB = 1.8
-"""Libraries, batches and what is observed: what a run of MiniLM takes at its peak beside the copies."""
+"""Memory of libraries, batches and observations in GiB, measured on MiniLM."""
 
 
 def run_estimate(
     config: RunConfig, examples: Mapping[str, Sequence[Example]], earlier: Sequence[Stage] = ()
 ) -> str | None:
-    """Return the estimate of a run; see ``estimate``."""
-    every = [example for part in examples.values() for example in part]
-    return estimate(config.model.source, every, sample_passes(config, examples), config.model.max_length, earlier)
+    """Return the time and memory estimate of a run; see ``estimate``."""
+    samples = [row for part in examples.values() for row in part]
+    return estimate(config.model.source, samples, sample_passes(config, examples), config.model.max_length, earlier)
 
 
 def estimate(
     source: str, examples: Sequence[Example | Sample], passes: float, max_length: int, earlier: Sequence[Stage] = ()
 ) -> str | None:
-    """Return about how long it takes and how much memory, and on what basis; None: the weights cannot be counted."""
+    """Return a sentence on the expected time and memory; None if the weights cannot be counted."""
     parameters = _parameters(source)
     if parameters is None:
         return None
@@ -92,22 +93,22 @@ def estimate(
         f"{_LIBRARIES_GIB:.1f} GiB of libraries and batches"
     )
     if words := rounded_time(sum(stage.seconds for stage in earlier)):
-        return f"time: about {words}, as the same took before; {memory}"
-    texts = [example for example in examples if isinstance(example, Text | Pair | str)]
+        return f"time: about {words}, as in an earlier run; {memory}"
+    texts = [row for row in examples if isinstance(row, Text | Pair | str)]
     length = f" of about {min(statistics.mean(map(_tokens, texts)), max_length):.0f} tokens" if texts else ""
     return (
-        f"time: not known before a first run; {passes:,.0f} samples{length} go through the model at least, and export, "
-        f"engines, their scores and their timing come on top; {memory}"
+        f"time: unknown before a first run; at least {passes:,.0f} samples{length} pass through the model, plus "
+        f"export, engine builds, scores and benchmarks; {memory}"
     )
 
 
-def calibration_passes(preset: str, samples: int) -> int:
-    """Return how many samples go through the model in a calibration on ``samples`` of them."""
-    return samples + _AGAIN[preset] * min(samples, _CHOSEN_ON)
+def calibration_passes(preset: str, examples: int) -> int:
+    """Return the number of forward passes, counted per sample, in a calibration on ``examples`` samples."""
+    return examples + _EXTRA_PASSES[preset] * min(examples, _MAX_EXTRA_SAMPLES)
 
 
 def sample_passes(config: RunConfig, examples: Mapping[str, Sequence[Example]]) -> float:
-    """Return how many samples go through the model in a run, at least, each pass of a sample counted."""
+    """Return the minimum number of forward passes in a run, counted per sample."""
     count = {name: len(part) for name, part in examples.items()}
     passes: float = calibration_passes(config.quantizer.preset, count.get("calibration", 0))
     passes += FORMS * count.get("evaluation", 0) + count.get("head", 0)
@@ -120,7 +121,7 @@ def sample_passes(config: RunConfig, examples: Mapping[str, Sequence[Example]]) 
 
 
 def _parameters(source: str) -> int | None:
-    """Return the number of a local checkpoint's parameters; None: they cannot be counted."""
+    """Return the number of parameters of a local checkpoint; None if they cannot be counted."""
     try:
         folder = resolve_source(source)
     except QuantizerError:
@@ -134,33 +135,27 @@ def _parameters(source: str) -> int | None:
                     shape = tensors.get_slice(name).get_shape()
                     sizes[name] = torch.Size(shape).numel()
         except (SafetensorError, OSError):
-            # That it is damaged is told when it is loaded.
+            # Loading reports damaged files.
             return None
     return sum(sizes.values()) or None
 
 
-def _tokens(example: Text | Pair | str) -> float:
-    text = (
-        example
-        if isinstance(example, str)
-        else example.text
-        if isinstance(example, Text)
-        else f"{example.first} {example.second}"
-    )
+def _tokens(row: Text | Pair | str) -> float:
+    text = row if isinstance(row, str) else row.text if isinstance(row, Text) else f"{row.first} {row.second}"
     return _TOKENS_PER_WORD * len(text.split()) + 2
 
 
-_PURPOSES = tuple(field.name for field in fields(RunExamples))
+_ROWS = tuple(field.name for field in fields(RunExamples))
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A run that can start.
+    """The result of the checks before a run.
 
     Attributes:
-        examples: its samples, which were read for it.
-        notes: what is worth knowing before it does.
-        estimate: its time and memory in words; None: there is nothing to estimate them by.
+        rows: the samples of the run.
+        notes: notes for the user.
+        estimate: a sentence on the expected time and memory; None if unknown.
     """
 
     examples: RunExamples
@@ -174,17 +169,21 @@ def ready_to_run(
     kind: str,
     *,
     force: bool | None,
-    looks: Looks | None = None,
+    cache: ReadCache | None = None,
     estimated: bool = True,
 ) -> Ready:
-    """Check all that a run needs besides the loaded model, and estimate its time and memory."""
-    faults, looks = Faults(), looks or Looks()
+    """Check everything that a run needs except the loaded model, and estimate its time and memory.
+
+    Raises:
+        QuantizerError: a list of all problems.
+    """
+    faults, cache = Faults(), cache or ReadCache()
     _check_packages(faults, config)
-    sections = {name: part for name in _PURPOSES if (part := getattr(config.data, name)) is not None}
-    examples = _checked_data(faults, sections, looks)
-    _check_model(faults, config, examples, looks)
-    # A sweep has thousands of runs in one folder.
-    begun = "\0" not in str(folder) and _is_begun(Path(os.path.realpath(folder)), looks)
+    sections = {name: part for name in _ROWS if (part := getattr(config.data, name)) is not None}
+    examples = _checked_data(faults, sections, cache)
+    _check_model(faults, config, examples, cache)
+    # A sweep may have thousands of runs in one folder.
+    begun = "\0" not in str(folder) and _is_begun(Path(os.path.realpath(folder)), cache)
     if begun:
         restore_folder(folder)
     if faults.passes(lambda: checked_folder(folder, kind, replace=force is not False)):
@@ -195,7 +194,7 @@ def ready_to_run(
     faults.raise_all("the run cannot start")
     notes = list(_notes(config))
     if force is None and folder.exists():
-        notes.append(f"{folder} exists already: run replaces it only with --force")
+        notes.append(f"{folder} already exists: use --force to replace it")
     estimate = (
         None
         if config.model.task is None or not estimated
@@ -205,30 +204,30 @@ def ready_to_run(
 
 
 def faults_of(sections: Mapping[str, Section]) -> list[str]:
-    """Return what is wrong with the data, the checkpoint and the target of a file that has other problems."""
+    """Return the problems of the valid sections of an invalid file: data, checkpoint and target."""
     faults = Faults()
     data = sections.get("data")
-    parts = {name: sections.get(f"data.{name}", getattr(data, name, None)) for name in _PURPOSES}
-    looks = Looks()
+    parts = {name: sections.get(f"data.{name}", getattr(data, name, None)) for name in _ROWS}
+    cache = ReadCache()
     examples = _checked_data(
-        faults, {name: part for name, part in parts.items() if isinstance(part, DatasetConfig)}, looks
+        faults, {name: part for name, part in parts.items() if isinstance(part, DatasetConfig)}, cache
     )
     known = {name: section for name, section in sections.items() if name in RunConfig.model_fields}
     config = RunConfig.model_construct().model_copy(update=known)
     if "model" in known:
-        _check_model(faults, config, examples, looks)
+        _check_model(faults, config, examples, cache)
     if "quantizer" in known:
         faults.of(lambda: check_run(config))
     return faults.texts
 
 
-def _is_begun(place: Path, looks: Looks) -> bool:
-    """Return whether another run is being written to a place, with one look into its folder for all runs there."""
-    return is_begun(place, looks.once(("begun", place.parent), partial(begun_in, place.parent)))
+def _is_begun(place: Path, cache: ReadCache) -> bool:
+    """Return whether another run is being written to a folder; the parent folder is listed once for all runs."""
+    return is_begun(place, cache.once(("begun", place.parent), partial(begun_in, place.parent)))
 
 
 def _check_packages(faults: Faults, config: RunConfig) -> None:
-    """Check the packages of model, score, export, report and engine, and what the engine needs of the machine."""
+    """Check the packages of model, score, export, report and engine, and the machine."""
     if config.model.task is None:
         check_export_packages(faults)
     else:
@@ -237,7 +236,7 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
         faults.of(partial(require_package, "jinja2", "report"))
     if (tracker := config.report.track) is not None:
         faults.of(partial(require_package, tracker, tracker))
-    # What a target cannot do is told as that of a file, not as that of a library.
+    # Unsupported options are reported as problems of the file, not of a library.
     fits = faults.passes(lambda: check_run(config))
     if chooses(config):
         faults.of(lambda: cpu_candidates(config.quantizer.candidates))
@@ -251,27 +250,29 @@ def _check_speed_goal(config: RunConfig) -> None:
     if fallback is not None and fallback.min_speedup is not None and not runs_here(name):
         raise ConfigError(
             [
-                f"fallback.min_speedup goes by measured times, and engines of {name} need a GPU that is not here; "
+                f"fallback.min_speedup needs measured latencies, but {name} needs a GPU and this machine has none; "
                 "expected num, ratio, names or max_drop instead, or a machine with a GPU"
             ]
         )
 
 
-def _check_model(faults: Faults, config: RunConfig, examples: Mapping[str, Sequence[Example]], looks: Looks) -> None:
-    """Check what a model is made of, and what a run asks of one."""
+def _check_model(
+    faults: Faults, config: RunConfig, examples: Mapping[str, Sequence[Example]], cache: ReadCache
+) -> None:
+    """Check the functions or the checkpoint of a model, and the options of its kind."""
     if config.model.task is None:
         check_functions(faults, config.model)
     else:
         faults.of(lambda: require_possible_run(config))
-        _check_checkpoint(faults, config.model, config.model.task, examples, looks)
+        _check_checkpoint(faults, config.model, config.model.task, examples, cache)
 
 
 def _check_checkpoint(
-    faults: Faults, model: ModelConfig, task: str, examples: Mapping[str, Sequence[Example]], looks: Looks
+    faults: Faults, model: ModelConfig, task: str, examples: Mapping[str, Sequence[Example]], cache: ReadCache
 ) -> None:
-    """Check a checkpoint for a task, and the labels of the samples where it has classes."""
+    """Check a checkpoint for a task, and the labels of the samples against its classes."""
     checkpoint = faults.of(
-        lambda: looks.once(("model", model.source, task), lambda: read_checkpoint(model.source, task))
+        lambda: cache.once(("model", model.source, task), lambda: read_checkpoint(model.source, task))
     )
     faults.of(lambda: require_labels(task, model.labels))
     if checkpoint is not None and tasks[task].labels == "example" and checkpoint.labels:
@@ -279,21 +280,21 @@ def _check_checkpoint(
             faults.of(partial(_check_labels, name, examples.get(name) or (), len(checkpoint.labels)))
 
 
-def _checked_data(faults: Faults, sections: Mapping[str, DatasetConfig], looks: Looks) -> dict[str, list[Example]]:
-    """Return the samples of each section that has data which can be read."""
-    found = {}
+def _checked_data(faults: Faults, sections: Mapping[str, DatasetConfig], cache: ReadCache) -> dict[str, list[Example]]:
+    """Return the samples of each readable data section."""
+    samples = {}
     for name, section in sections.items():
-        examples = faults.of(partial(_examples, name, section, looks))
+        examples = faults.of(partial(_rows, name, section, cache))
         if examples is not None:
-            found[name] = examples
-    return found
+            samples[name] = examples
+    return samples
 
 
-def _examples(name: str, section: DatasetConfig, looks: Looks) -> list[Example]:
-    place = section.name, section.path, section.split, section.subset
+def _rows(name: str, section: DatasetConfig, cache: ReadCache) -> list[Example]:
+    key = section.name, section.path, section.split, section.subset
     try:
-        found = looks.once(("data", *place), partial(all_examples, *place))
-        return part_of_examples(found, section.name, section.path, section.samples, section.offset)
+        samples = cache.once(("data", *key), partial(all_examples, *key))
+        return part_of_examples(samples, section.name, section.path, section.samples, section.offset)
     except ConfigError as error:
         raise TaskError(f"data.{name}: {'; '.join(error.problems)}") from error
     except TaskError as error:
@@ -301,7 +302,7 @@ def _examples(name: str, section: DatasetConfig, looks: Looks) -> list[Example]:
 
 
 def _check_labels(name: str, examples: Sequence[Example], classes: int) -> None:
-    labels = np.array([example.label for example in examples if isinstance(example, Text)], dtype=np.int64)
+    labels = np.array([row.label for row in examples if isinstance(row, Text)], dtype=np.int64)
     try:
         require_classes(labels, classes)
     except TaskError as error:
@@ -309,47 +310,48 @@ def _check_labels(name: str, examples: Sequence[Example], classes: int) -> None:
 
 
 def _notes(config: RunConfig) -> list[str]:
-    """Return what the machine does to the run without stopping it."""
+    """Return notes on how the machine affects the run."""
     name = config.quantizer.backend
     notes = []
     if name != AUTO and not runs_here(name):
-        notes.append(f"there is no GPU for {name} here: the engine is built for one elsewhere, not run and not timed")
+        notes.append(
+            f"this machine has no GPU for {name}: the engine is built ahead of time, but not run or benchmarked"
+        )
     if name != AUTO and profile(name).exact_variant is not None and saturates():
         notes.append(
-            f"this CPU has no VNNI, and products of bytes saturate on {name}: {profile(name).exact_variant} is the "
-            "backend for it"
+            f"this CPU has no VNNI, so that INT8 products saturate on {name}: use the backend "
+            f"{profile(name).exact_variant}"
         )
     return notes
 
 
-def configured_warnings(config: RunConfig, samples: int) -> Iterator[str]:
-    """Yield why the budget of a configuration is finer than its tuning samples can tell, a sentence each."""
-    asked, task = config.fallback, config.model.task
-    if asked is None or asked.max_drop is None or task is None:
+def configured_warnings(config: RunConfig, examples: int) -> Iterator[str]:
+    """Yield warnings for a score budget below the resolution of the tuning samples."""
+    fallback, task = config.fallback, config.model.task
+    if fallback is None or fallback.max_drop is None or task is None:
         return
-    here = chooses(config) or config.quantizer.backend == AUTO or runs_here(config.quantizer.backend)
-    searched = samples_searched(samples, checked=config.qat is None and here)
+    runs_engines = chooses(config) or config.quantizer.backend == AUTO or runs_here(config.quantizer.backend)
+    searched = samples_searched(examples, checked=config.qat is None and runs_engines)
     metric = tasks[task].metric_name
-    yield from budget_warnings(asked.max_drop, searched, metric, "fallback.max_drop")
+    yield from budget_warnings(fallback.max_drop, searched, metric, "fallback.max_drop")
 
 
 _WORK = ("model", "quantize", "data", "amp", "fallback", "qat")
-"""The sections that tell what a run does."""
+"""The sections that define the work of a run."""
 
 
 def earlier_run(config: RunConfig, folder: Path, *, chooses: bool) -> list[Stage]:
-    """Return the stages of the last run that did the same work, in a folder or beside it; none if there is none.
+    """Return the stages of the last run of the same work, in or next to a folder; empty without one.
 
-    It had the same model and samples, searched and trained the same, and also chose its engine or had the same
-    backend.
+    The same work means the same model, data, search and training, and the same backend or the same choice.
     """
-    wanted = config.model_dump(mode="json")
+    current = config.model_dump(mode="json")
 
     def same(report: Mapping[str, Any]) -> bool:
-        told, settings = report["config"], report["config"]["quantizer"]
+        earlier, settings = report["config"], report["config"]["quantizer"]
         backend = chooses or settings["backend"] == config.quantizer.backend
         choice = (report["choice"] is not None) is chooses and backend
         same_preset = settings["preset"] == config.quantizer.preset
-        return choice and same_preset and all(told[section] == wanted[section] for section in _WORK)
+        return choice and same_preset and all(earlier[section] == current[section] for section in _WORK)
 
     return earlier_stages(folder, "report.json", same)

@@ -1,8 +1,6 @@
-"""The processes that ``torchrun`` starts for one command: they find each other, and none goes on without the others.
+"""The processes that ``torchrun`` starts for one command: startup, values from the first rank, and consistency checks.
 
-Values that the first of several processes makes alone, as by building and timing engines, and tells the others.
-
-Comparison of the work of all processes of a run, of which each does a part.
+If one process ends, all others end.
 """
 
 from __future__ import annotations
@@ -37,41 +35,43 @@ Peers: TypeAlias = list[tuple[str, int]]
 """The machine and the number of each process, by rank."""
 
 _MEETING = timedelta(minutes=5)
-"""How long the processes wait for all of them to start."""
+"""Timeout of the startup of all processes."""
 
 _PATIENCE = timedelta(days=30)
-"""How long a process waits for another one, which may build engines for hours; one that ends is noticed at once."""
+"""Timeout of communication, because a process may build engines for hours. Ended processes are noticed at once."""
 
 _NOTICED_S = 2.0
-"""Within so many seconds the system knows of a process that its connections have closed."""
+"""Seconds within which the system reports a process whose connections have closed."""
 
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Let the processes of one ``torchrun`` work together in the block; a process that is the only one just does it.
+    """Connect the processes of one ``torchrun`` in the block; do nothing for a single process.
 
-    Models are on the CPU in a run, so the processes talk by gloo. All but the first print nothing but errors.
+    Models of a run are on the CPU, so the backend is gloo. Ranks other than 0 print only errors.
     """
     _, size = launched()
     if size == 1:
         yield
         return
     _start(size)
-    mine = f"{os.getpid()} {platform.node()}".encode()
-    peers = [(node, int(number)) for number, _, node in (one.decode().partition(" ") for one in all_gather_bytes(mine))]
+    identity = f"{os.getpid()} {platform.node()}".encode()
+    peers = [
+        (node, int(number)) for number, _, node in (peer.decode().partition(" ") for peer in all_gather_bytes(identity))
+    ]
     try:
         with nullcontext() if get_rank() == 0 else _silence(), _saying_who_ended(peers):
             yield
-            # All end together: what the first one does last, the others wait for.
+            # Wait until the first process has finished, so that all end together.
             all_gather_bytes(b"")
     except KeyboardInterrupt as stop:
-        # torchrun ends all processes by SIGTERM as soon as one has failed; a Ctrl-C ends all at once.
+        # torchrun sends SIGTERM to all processes if one fails; Ctrl-C reaches all processes directly.
         if type(stop) is KeyboardInterrupt or (ended := _ended(peers)) is None:
             if get_rank() == 0:
                 raise
-            raise type(stop)(f"rank {get_rank()} of {len(peers)}, and rank 0 says what is kept") from stop
-        what = str(stop.args[0]) if stop.args else "nothing was written"
-        raise type(stop)(f"{ended} ended before the run was complete; {what}") from stop
+            raise type(stop)(f"rank {get_rank()} of {len(peers)}; see rank 0 for the files that are kept") from stop
+        outcome = str(stop.args[0]) if stop.args else "nothing was written"
+        raise type(stop)(f"{ended} ended before the run was complete; {outcome}") from stop
     distributed.destroy_process_group()
 
 
@@ -83,16 +83,16 @@ def _saying_who_ended(peers: Peers) -> Iterator[None]:
         if (ended := _ended(peers)) is None:
             raise
         raise LostRankError(
-            f"{ended} ended before the run was complete, so that rank {get_rank()} of {len(peers)} ends too: its own "
-            "message says why, or that of torchrun. The same command begins anew, with the scores and checkpoints that "
-            "are kept beside the folder"
+            f"{ended} ended before the run was complete, so rank {get_rank()} of {len(peers)} also ends; see the "
+            "message of that process or of torchrun. Run the same command again to resume from the scores and "
+            "checkpoints next to the folder"
         ) from error
 
 
 def _start(size: int) -> None:
     if not distributed.is_available() or not distributed.is_gloo_available():
-        raise QuantizerError("this torch has no gloo, by which the processes of torchrun talk: start one process")
-    # A torch without torch.distributed does not have this.
+        raise QuantizerError("this torch has no gloo backend, which several processes need: start one process")
+    # Missing in builds of torch without torch.distributed.
     from torch.distributed.rendezvous import rendezvous
 
     try:
@@ -100,14 +100,14 @@ def _start(size: int) -> None:
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=_PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise QuantizerError(
-            f"WORLD_SIZE says that this is one of {size} processes, which do not find each other ({error}): start them "
-            "with  torchrun --nproc-per-node 2 --no-python quantizer run CONFIG  or unset WORLD_SIZE for one process"
+            f"WORLD_SIZE is {size}, but the processes cannot connect ({error}): start them with  torchrun "
+            "--nproc-per-node 2 --no-python quantizer run CONFIG  or unset WORLD_SIZE for one process"
         ) from error
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Show no bars, warnings or logs: those of the first process are the same."""
+    """Hide progress bars, warnings and logs, because the first process shows the same."""
     logging.disable(logging.WARNING)
     try:
         with own_display(), warnings.catch_warnings():
@@ -118,18 +118,18 @@ def _silence() -> Iterator[None]:
 
 
 def _ended(peers: Peers) -> str | None:
-    """Return the processes of this machine that have ended, in words; None: none has."""
-    here = {rank: number for rank, (node, number) in enumerate(peers) if node == platform.node()}
+    """Return words on the processes of this machine that have ended; None if all run."""
+    local = {rank: number for rank, (node, number) in enumerate(peers) if node == platform.node()}
     until = time.monotonic() + _NOTICED_S
     while time.monotonic() < until:
-        if ended := [f"rank {rank} (process {number})" for rank, number in here.items() if _has_ended(number)]:
+        if ended := [f"rank {rank} (process {number})" for rank, number in local.items() if _has_ended(number)]:
             return " and ".join(ended)
         time.sleep(_NOTICED_S / 100)
     return None
 
 
 def _has_ended(process: int) -> bool:
-    """Return whether a process is gone, or dead and not yet collected by the one that started it."""
+    """Return whether a process is gone, or is a zombie."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -146,17 +146,17 @@ Value = TypeVar("Value")
 
 
 def from_first_rank(make: Callable[[], Value], hint: Any) -> Value:
-    """Return what ``make`` returns on the first rank, which alone calls it."""
+    """Return the result of ``make``, which only the first rank calls."""
     if get_world_size() == 1:
         return make()
-    told = of_first_rank(lambda: json.dumps(_plain(make())).encode())
-    given: Value = decoded(hint, json.loads(told), "what the first rank told")
-    return given
+    message = of_first_rank(lambda: json.dumps(_plain(make())).encode())
+    value: Value = decoded(hint, json.loads(message), "the result of the first rank")
+    return value
 
 
 @contextmanager
 def own_place(folder: Path) -> Iterator[Path]:
-    """Yield the folder of a run; on all ranks but the first a temporary one, as the first one writes what remains."""
+    """Yield the folder of a run; on other ranks than 0, yield a temporary folder."""
     if get_rank() == 0:
         yield folder
         return
@@ -165,7 +165,7 @@ def own_place(folder: Path) -> Iterator[Path]:
 
 
 def require_room_to_write(folder: Path, size: int, what: str) -> None:
-    """Raise if the disk has too little space, on the first rank, the only one whose folder remains."""
+    """Raise if the disk has too little free space; only the first rank checks, because only its folder remains."""
     if get_rank() == 0:
         require_room(folder, size, what)
 
@@ -179,15 +179,15 @@ def require_same_work(settings: str, model: nn.Module, examples: Mapping[str, Se
     if get_world_size() == 1:
         return
     weights = repr(sorted(Fingerprint.of(model).plain().items()))
-    mine = {
+    own = {
         "configuration": settings,
         "weights of the model": hashlib.sha256(weights.encode()).hexdigest(),
-        **{f"{purpose} samples": content_of(some) for purpose, some in examples.items()},
+        **{f"{purpose} samples": content_of(samples) for purpose, samples in examples.items()},
     }
-    told = [json.loads(one) for one in all_gather_bytes(json.dumps(mine).encode())]
-    for rank, other in enumerate(told):
-        if others := [name for name in mine if other[name] != told[0][name]]:
+    all_ranks = [json.loads(message) for message in all_gather_bytes(json.dumps(own).encode())]
+    for rank, other in enumerate(all_ranks):
+        if differences := [name for name in own if other[name] != all_ranks[0][name]]:
             raise QuantizerError(
-                f"rank {rank} differs from rank 0 in the {' and '.join(others)}, and all processes of a run do parts "
-                "of one work: give them the same files, and seed the function that makes the model, if one does"
+                f"rank {rank} differs from rank 0 in the {' and '.join(differences)}; all processes of a run must be "
+                "equal: use the same files on all machines, and seed the function that returns the model"
             )

@@ -1,7 +1,7 @@
-"""Progress of a command: its stages are told before it starts, and each is numbered, timed and printed.
+"""Progress of a command: numbered, timed and printed stages, whose names are known before the command starts.
 
-The report of an earlier run of the same command tells how long each stage will take. While a stage says nothing, a line
-is drawn anew in a terminal, or printed now and then in a log.
+The report of an earlier run of the same command predicts the duration of each stage. A long stage shows a status line,
+which is redrawn in a terminal and printed from time to time in a log.
 """
 
 from __future__ import annotations
@@ -31,67 +31,67 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_MOST = 10
-"""So many folders are looked into: a report may have megabytes."""
+_MAX_REPORTS = 10
+"""Maximum number of reports to read, which may have megabytes."""
 
 
 def earlier_stages(folder: Path, report: str, same: Callable[[Mapping[str, Any]], bool]) -> list[Stage]:
-    """Return the stages of the run that stands in a folder, or else of the last one beside it; none if there is none.
+    """Return the stages of a matching run in a folder, or of the last one next to it; empty without one.
 
-    Parts of stages are left out.
+    Stages inside other stages are omitted.
     """
     for path in [folder / report, *_beside(folder, report)]:
-        # What cannot be read, or was written by something else, tells no times.
+        # Skip reports that cannot be read or have another format.
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             content = json_values(regular_file(path).read_bytes())
             if same(content):
-                stages = [stage for stage in content["stages"] if stage.get("parent") is None]
+                stages = [stage for stage in content["stages"] if stage.get("inside") is None]
                 return [Stage(name=str(stage["name"]), seconds=float(stage["seconds"])) for stage in stages]
     return []
 
 
 def _beside(folder: Path, report: str) -> list[Path]:
-    """Return the files of that name in the folders beside, the newest first."""
+    """Return the reports in neighbouring folders, the newest first."""
     dated = []
     with suppress(OSError):
         for other in folder.parent.iterdir():
             with suppress(OSError):
                 dated.append(((other / report).stat().st_mtime, other / report))
-    return [path for _, path in sorted(dated, reverse=True)][:_MOST]
+    return [path for _, path in sorted(dated, reverse=True)][:_MAX_REPORTS]
 
 
 _SECONDS = 20.0
-"""The least time between two lines in a log."""
+"""Minimum seconds between two status lines in a log."""
 
-# Once a second: latencies are measured meanwhile.
+# Once per second, because latencies may be measured meanwhile.
 _REFRESHES = 1.0
 
 _FRAMES = "|/-\\"
-"""What stands before the line in turn, as a sign of life."""
+"""Frames of the spinner."""
 
 
 class Heartbeat:
-    """Sign of life of a command.
+    """Status line of a command during long stages.
 
     Args:
-        console: where it is shown; nothing is shown on a quiet one.
-        words: gives the line of the stage under way.
-        seconds: the time between lines where there is no terminal.
+        console: the console; a quiet one shows nothing.
+        words: returns the text of the line.
+        seconds: the interval between lines in a log.
     """
 
     def __init__(self, console: Console, words: Callable[[], str], seconds: float = _SECONDS) -> None:
         self._console = console
         self._words = words
         self._interval = seconds
-        self._said = time.monotonic()
+        self._last_line = time.monotonic()
 
-    def said(self) -> None:
-        """Note that a line was printed: none is due for a while."""
-        self._said = time.monotonic()
+    def line_printed(self) -> None:
+        """Note that a line was printed, so that the next one can wait."""
+        self._last_line = time.monotonic()
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Show it while the block is open."""
+        """Show the status line in the block."""
         if self._console.quiet:
             yield
         elif self._console.is_terminal and not self._console.is_jupyter:
@@ -109,14 +109,14 @@ class Heartbeat:
             get_renderable=line,
             refresh_per_second=_REFRESHES,
             transient=True,
-            # Warnings come above the line, unless they go to a file.
+            # Warnings are printed above the line, unless they go to a file.
             redirect_stderr=sys.stderr.isatty(),
         )
         live.start()
         try:
             yield
         finally:
-            # The terminal may be gone, which is why the block ends: its own exception tells of that.
+            # If the terminal is closed, the block raises its own exception.
             with suppress(OSError):
                 live.stop()
 
@@ -124,15 +124,15 @@ class Heartbeat:
         ended = threading.Event()
 
         def beat() -> None:
-            while not ended.wait(max(self._said + self._interval - time.monotonic(), 0)):
-                if time.monotonic() - self._said >= self._interval:
-                    self.said()
-                    # Whoever read the lines is gone; the stage's own lines will tell.
+            while not ended.wait(max(self._last_line + self._interval - time.monotonic(), 0)):
+                if time.monotonic() - self._last_line >= self._interval:
+                    self.line_printed()
+                    # If the output is closed, the next line of the stage raises.
                     with suppress(OSError):
                         self._console.print(f"  {self._words()}", markup=False, highlight=False, soft_wrap=True)
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-        self.said()
+        self.line_printed()
         thread.start()
         try:
             yield
@@ -145,11 +145,11 @@ _MINUTE = 60
 
 
 class Outlook:
-    """The stages ahead of a command.
+    """The remaining stages of a command.
 
-    Stages may be left out, which skips their numbers, or come again as a search goes on, under the number that was
-    reached: the number of all of them stays. What a stage takes is told by an earlier run of the same command, or by
-    itself where it comes again; nothing else tells it.
+    Stages may be skipped, together with their numbers. They may also repeat in a search, with the number that was
+    reached. The total number stays. Durations come from an earlier run of the same command, or from the stage itself if
+    it repeats.
     """
 
     def __init__(self, stages: Sequence[str] = (), earlier: Iterable[Stage] = ()) -> None:
@@ -160,22 +160,22 @@ class Outlook:
             self._seconds.setdefault(stage.name, deque()).append(stage.seconds)
 
     def begin(self, name: str) -> None:
-        """Begin a stage; those that were to come before it are left out."""
+        """Begin a stage, and skip all stages expected before it."""
         self._started = time.perf_counter()
         if name in self._ahead:
             del self._ahead[: self._ahead.index(name) + 1]
         self._name, self._expected = name, self._next(name)
 
     def end(self) -> float:
-        """End the stage, and return the seconds that it took."""
-        taken = self.elapsed
-        # As an estimate, should it come again: a search repeats the export and the build of its engine.
+        """End the stage, and return its duration in seconds."""
+        duration = self.elapsed
+        # An estimate for repetitions: a search repeats the export and the build.
         times = self._seconds.setdefault(self._name, deque())
         if times:
             times.popleft()
         if not times:
-            times.append(taken)
-        return taken
+            times.append(duration)
+        return duration
 
     @property
     def head(self) -> str:
@@ -190,15 +190,12 @@ class Outlook:
 
     @property
     def expected(self) -> float | None:
-        """Seconds that the stage takes in all; None: not known."""
+        """Expected duration of the stage in seconds; None if unknown."""
         return self._expected
 
     @property
     def left(self) -> str:
-        """The time until the command ends, in words; empty where nothing is known of it.
-
-        Where only some of the stages have a time, it is the least that is left.
-        """
+        """The remaining time of the command in words, empty if unknown; a lower bound if only some stages are known."""
         if not self._count:
             return ""
         ahead = [self._next(name) for name in self._ahead]
@@ -207,7 +204,7 @@ class Outlook:
         words = rounded_time(sum(known))
         if not words:
             return ""
-        return f"{words} left in all" if len(known) == len(ahead) + 1 else f"{words} or more left in all"
+        return f"{words} left" if len(known) == len(ahead) + 1 else f"at least {words} left"
 
     def _next(self, name: str) -> float | None:
         times = self._seconds.get(name)
@@ -215,7 +212,7 @@ class Outlook:
 
 
 def rounded_time(seconds: float) -> str:
-    """Return an estimate as it may be trusted: ``3 s``, ``25 s``, ``1.5 min``, ``12 min``; empty under a second."""
+    """Return a rounded estimate: ``3 s``, ``25 s``, ``1.5 min``, ``12 min``; empty below a second."""
     if seconds < 1:
         return ""
     fives = 5 * round(seconds / 5)
@@ -227,13 +224,13 @@ def rounded_time(seconds: float) -> str:
 
 
 _LONG = 1.0
-"""Seconds from which on a log tells what a stage took: most of the others take nothing worth a line."""
+"""Minimum duration in seconds that a log reports for a stage."""
 
 
 class StageTimer:
-    """The printed progress of a command, and the duration of its stages.
+    """Printer and timer of the stages of a command.
 
-    A stage inside another one is timed, and has no lines of its own.
+    A stage inside another stage is timed, but not printed.
 
     Attributes:
         done: the name and duration of each completed stage.
@@ -255,7 +252,7 @@ class StageTimer:
             self.done.append(Stage(name=name, seconds=time.perf_counter() - start, parent=self._inside))
             return
         self._outlook.begin(name)
-        # A terminal has the line that is drawn anew, and keeps the one with the duration.
+        # A terminal shows the status line instead, and keeps the line with the duration.
         if not self.console.is_terminal:
             self.say(self._beginning())
         self._inside = name
@@ -273,16 +270,16 @@ class StageTimer:
 
     def say(self, line: str) -> None:
         """Print a line without wrapping or markup."""
-        self._heartbeat.said()
+        self._heartbeat.line_printed()
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def tell(self, line: str) -> None:
-        """Print a line of a stage, indented, and wrapped at the width of the terminal."""
-        self._heartbeat.said()
+        """Print an indented line of a stage, wrapped to the terminal."""
+        self._heartbeat.line_printed()
         print_lines([line], self.console, first="  ", rest="    ")
 
     def build(self, backend: str, onnx: Path, engine: Path, options: BuildOptions) -> BuildResult:
-        """Build an engine, with its progress, and print the builder's warnings."""
+        """Build an engine with a progress bar, and print the builder's warnings."""
         with loop(engine.name, unit="percent", total=100) as building:
 
             def progress(share: float, phase: str) -> None:
@@ -299,7 +296,7 @@ class StageTimer:
         return ", ".join(word for word in (outlook.head, expected and f"about {expected}", outlook.left) if word)
 
     def _under_way(self) -> str:
-        """Return the stage, the time since it began, the steps of its loops, and what is left."""
+        """Return the status line: stage, elapsed time, loops and remaining time."""
         outlook = self._outlook
         expected = "" if outlook.expected is None else rounded_time(outlook.expected)
         elapsed = f"{outlook.elapsed:.0f} s" + (f" of about {expected}" if expected else "")

@@ -1,6 +1,6 @@
-"""``QuantizedModel``: what ``quantize_model`` returns, with the engines, the measurements and the report.
+"""``quantize_model``: from a module and its data to a chosen, checked and benchmarked engine in one call.
 
-``quantize_model``: a module and its data, to an engine that was chosen, checked and timed, in one call.
+``QuantizedModel`` is its result, with the engines, the measurements and the report.
 """
 
 from __future__ import annotations
@@ -59,25 +59,26 @@ from quantizer.utils.torch_modes import ordinary_tensors
 
 
 class QuantizedModel:
-    """A quantized model: two engines, what was measured, and the quantizer that made them.
+    """A quantized model: its engines, the measurements, and the quantizer.
 
-    Its files lie in a temporary folder, which goes with this object; ``save`` writes them to a folder of yours, from
-    which ``quantizer.load`` loads the engine.
+    The files are in a temporary folder, which is removed with this object. ``save`` writes them to a permanent folder,
+    from which ``quantizer.load`` loads the engine.
 
     Attributes:
         record: all measurements, as in ``report.json``.
         model: the float model, in eval mode.
         folder: the temporary folder of the run, as ``quantizer run`` writes it.
-        saved: the folder that ``save`` wrote last; None: none yet.
+        saved: the folder that ``save`` wrote last; None before.
     """
 
     def __init__(self, model: nn.Module, call: CallForm, record: RunRecord, folder: Path) -> None:
-        """
+        """Wrap the result of a run.
+
         Args:
             model: the float model, in eval mode.
-            call: how it is called, and what it returns.
+            call: its arguments and the structure of its output.
             record: all measurements.
-            folder: the folder of the run, alone in a temporary folder, which is removed with this object.
+            folder: the folder of the run in a temporary folder of its own, which is removed with this object.
         """
         self.model = model
         self.record = record
@@ -88,7 +89,7 @@ class QuantizedModel:
 
     @once_property
     def engine(self) -> EngineModule:
-        """The INT8 engine, called as the model is.
+        """The quantized engine, called like the model.
 
         Raises:
             EngineError: it runs on another device.
@@ -97,10 +98,10 @@ class QuantizedModel:
 
     @once_property
     def float_engine(self) -> EngineModule:
-        """The engine of the float model, of the same backend, called as the model is.
+        """The engine of the float model with the same backend, called like the model.
 
         Raises:
-            EngineError: it runs on another device, or was refused as it is wrong.
+            EngineError: it runs on another device, or was refused because its outputs are wrong.
         """
         if self.record.float_engine_refused is not None:
             raise EngineError(f"the float engine is refused: {self.record.float_engine_refused}")
@@ -108,7 +109,7 @@ class QuantizedModel:
 
     @once_property
     def quantizer(self) -> Quantizer:
-        """The calibrated quantizer, with the ranking and the fallback of the run.
+        """The calibrated quantizer with the sensitivities and the fallback of the run.
 
         ``quantizer.quantize(model)`` returns the quantized model in PyTorch.
         """
@@ -118,15 +119,15 @@ class QuantizedModel:
         return loaded
 
     def summary(self, width: int = 100) -> str:
-        """Return the result as text: the choice of the engine, score, outputs, speed, size, and what to do.
+        """Return the result as text: choice of the engine, score, outputs, speed, size and verdict.
 
         Args:
-            width: the columns of the text.
+            width: the width of the text in columns.
         """
         return plain_text(partial(print_record, self.record, self.saved), width)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as one HTML file that opens offline, and return its path.
+        """Write the report as one self-contained HTML file, and return its path.
 
         Raises:
             MissingDependencyError: jinja2 is not installed.
@@ -135,14 +136,14 @@ class QuantizedModel:
         return write_html(self.record, Path(path))
 
     def save(self, folder: str | os.PathLike[str], *, replace: bool = False) -> Path:
-        """Write everything to a folder: both engines and ONNX files, the quantizer, report and configuration.
+        """Write everything to a folder: engines, ONNX files, the quantizer, the report and the configuration.
 
         Args:
             folder: the folder.
-            replace: replace a folder that ``save`` or ``quantizer run`` wrote and that holds nothing else.
+            replace: replace a folder that ``save`` or ``quantizer run`` wrote and that contains nothing else.
 
         Raises:
-            QuantizerError: the folder exists already or cannot be written.
+            QuantizerError: the folder already exists or cannot be written.
         """
         self.saved = write_folder(
             folder, lambda new: shutil.copytree(self.folder, new, dirs_exist_ok=True), kind=RUN, replace=replace
@@ -165,7 +166,7 @@ class QuantizedModel:
 _LONGEST_NAME = 100
 
 SENSITIVITY_BATCHES = 2
-"""Sensitivity is measured on so many batches unless somebody says otherwise."""
+"""Default number of batches for the measurement of sensitivity."""
 
 
 def quantize_model(
@@ -181,58 +182,59 @@ def quantize_model(
     fallback: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> QuantizedModel:
-    """Quantize a module for the fastest engine that is right on this machine, and measure what came of it.
+    """Quantize a module for the fastest correct engine on this machine, and measure the result.
 
-    The model is calibrated once. The engines for this CPU are built of it in INT8 and in float, their outputs are
-    compared with the model's, and they are timed in interleaved rounds at the shape of the first batch; the fastest
-    is kept, beside the fastest in float of its backend. The model itself never changes.
+    The model is calibrated once. INT8 and float engines for this CPU are built, their outputs are compared with the
+    model, and they are benchmarked in interleaved rounds at the shape of the first batch. The fastest engine is kept,
+    together with the fastest float engine of its backend. The model itself does not change.
 
     Args:
-        model: the float model, in eval mode, whose ``forward`` names its arguments; or the path of a float ONNX file,
-            see ``from_onnx``.
-        data: what to calibrate on, 128 rows or more of what the model will see: a loader or another iterable of
-            batches, with labels or without, a ``Dataset``, a tensor or an array, as ``Quantizer.calibrate`` takes it.
-            The rows of a batch lie along axis 0.
-        score: takes the model, or a module that runs an engine and is called as the model is, and returns its score, or
-            those of its samples [N], always the same ones in one order: the score is their mean, and has an interval.
-            None: the outputs alone are compared.
+        model: the float model; its ``forward`` must name its arguments. Or the path of a float ONNX file; see
+            ``from_onnx``.
+        data: calibration data, 128 or more samples as in production: a loader or another iterable of batches, with or
+            without labels, a ``Dataset``, a tensor or an array, as in ``Quantizer.calibrate``. The samples of a batch
+            are along axis 0.
+        score: a function that takes the model, or a module that runs an engine and is called like the model. It returns
+            a score, or one score per sample [N], always for the same samples in the same order; then the score is their
+            mean and has a confidence interval. None: only outputs are compared.
         higher_is_better: whether a higher score is better.
-        samples: how many samples of the data are read; None: all, and at most 4,096 of a loader that states no length.
-        config: as for ``Quantizer``; without a backend in it or in ``settings`` it is ``auto``, the fastest.
-        threads: the threads that an engine on a CPU runs with.
-        progress: whether stages are printed; None: only in a terminal.
-        fallback: what falls back to float, as the section of a run: ``{"max_drop": 0.01}`` of the score, or ``names``.
+        samples: the maximum number of samples to read; None for all, and at most 4,096 of a loader without a length.
+        config: as in ``Quantizer``; the default backend is ``auto``, the fastest.
+        threads: the number of CPU threads of an engine.
+        progress: print the stages; None: only in a terminal.
+        fallback: the groups to keep in float, as the ``fallback`` section of a run: ``{"max_drop": 0.01}`` in units of
+            the score, or ``names``.
         settings: fields of the configuration, such as ``backend="openvino"`` or ``exclude={"names": ["head"]}``.
 
     Raises:
-        ConfigError: the configuration has problems; all of them are listed.
+        ConfigError: a list of all problems of the configuration.
         CalibrationError: there is no data, or a batch does not fit the model's arguments.
         TaskError: the model fails on the first batch.
-        EngineError: no engine is right and runs here; or that of the backend that was named is wrong.
+        EngineError: no engine is correct and runs on this machine, or the engine of the named backend is wrong.
         QuantizerError: an ONNX file cannot be read, or the model cannot be exported.
     """
     with ordinary_tensors():
         model = _float_model(model)
-        asked = _configured(config, settings)
-        back = _fallback(fallback, scored=score is not None)
+        quantizer_settings = _configured(config, settings)
+        fallback_section = _fallback(fallback, scored=score is not None)
         batches = module_batches(model, data, samples)
-        plain = _ready(model)
+        float_model = _ready(model)
         console = Console(stderr=True)
         console.quiet = not (console.is_terminal if progress is None else progress)
-        call = _call_form(plain, batches[0])
-        wanted = _run_config(model, batches, asked, threads, back)
+        call = _call_form(float_model, batches[0])
+        run_config = _run_config(model, batches, quantizer_settings, threads, fallback_section)
         parent = scratch_folder()
         try:
-            # A class may have a longer name than a file.
+            # The name of a class may be too long for a file name.
             folder = parent / type(model).__name__[:_LONGEST_NAME]
             scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=higher_is_better)
-            work = partial(module_workload, plain, wanted.model.source, batches, scorer)
+            work = partial(module_workload, float_model, run_config.model.source, batches, scorer)
             with alone():
-                record = carry_out(wanted, folder, False, console, work)
+                record = carry_out(run_config, folder, False, console, work)
             assert record is not None
             if record.engine_refused is not None:
                 raise EngineError(refusal(record.engine_refused))
-            return QuantizedModel(plain, call, record, folder)
+            return QuantizedModel(float_model, call, record, folder)
         except BaseException:
             shutil.rmtree(parent)
             raise
@@ -241,78 +243,81 @@ def quantize_model(
 def _configured(
     config: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None, settings: Mapping[str, Any]
 ) -> QuantizerConfig:
-    """Return the configuration of the quantizer, for the fastest backend if none is named."""
-    asked = quantizer_config(config, **settings)
-    named = "backend" in asked.model_fields_set
-    return asked if named else quantizer_config(config, backend=AUTO, **settings)
+    """Return the quantizer configuration; the default backend is ``auto``."""
+    configured = quantizer_config(config, **settings)
+    has_backend = "backend" in configured.model_fields_set
+    return configured if has_backend else quantizer_config(config, backend=AUTO, **settings)
 
 
 def _float_model(model: Any) -> nn.Module:
-    """Return a float module: the one that was given, or that of an ONNX file."""
+    """Return the given float module, or the module of an ONNX file."""
     if isinstance(model, str | os.PathLike) and os.fspath(model).endswith(".onnx"):
-        # Imported here: a module needs none of it.
+        # Imported here, because modules do not need it.
         from quantizer.tasks.from_onnx import from_onnx
 
         return from_onnx(model)
     if not isinstance(model, nn.Module) or is_proxy(model):
-        what = "a proxy; pass the float model that it was made from" if isinstance(model, nn.Module) else repr(model)
-        hint = ", where a file would end in .onnx" if isinstance(model, str | os.PathLike) else ""
-        raise QuantizerError(f"quantize_model() takes a float model, a torch.nn.Module, and this is {what}{hint}")
+        kind = "a proxy; pass the float model that it was made from" if isinstance(model, nn.Module) else repr(model)
+        hint = "; the path of an ONNX file ends in .onnx" if isinstance(model, str | os.PathLike) else ""
+        raise QuantizerError(f"quantize_model() expects a float torch.nn.Module, but got {kind}{hint}")
     refuse_compiled(model)
     return model
 
 
 def _ready(model: nn.Module) -> nn.Module:
-    """Return the model in eval mode on the CPU, where engines run: itself or a copy.
+    """Return the model in eval mode on the CPU: itself or a copy.
 
-    What it returns in train mode, dropout and all, is nothing to compare with.
+    Outputs in train mode, with dropout, cannot be compared.
     """
     in_training = any(module.training for module in model.modules())
     if in_training:
-        warn_user(["the model is in train mode, and a copy of it in eval mode is quantized: compare with model.eval()"])
+        warn_user(["the model is in train mode; a copy in eval mode is quantized: compare results with model.eval()"])
     is_elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
     return copy.deepcopy(model).cpu().eval() if is_elsewhere or in_training else model
 
 
 def _call_form(model: nn.Module, batch: Batch) -> CallForm:
-    """Return how a model is called and what it returns; raise ``TaskError`` if it fails on the batch, the first one."""
+    """Return the arguments and the output structure of a model; raise ``TaskError`` if it fails on the first batch."""
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
     where = f"batch 0 ({shapes}): {type(model).__name__}.forward"
     return CallForm.of(model, called(where, output_of, model, batch))
 
 
-def _fallback(given: Mapping[str, Any] | None, *, scored: bool) -> FallbackConfig | None:
-    """Return the section of what falls back to float."""
-    if given is None:
+def _fallback(values: Mapping[str, Any] | None, *, scored: bool) -> FallbackConfig | None:
+    """Return the validated ``fallback`` section."""
+    if values is None:
         return None
-    wanted = fallback_config(given)
-    if wanted.max_drop is not None and not scored:
-        text = f"fallback.max_drop: {wanted.max_drop:g} is a drop of a score; expected score=, a function of a model"
+    section = fallback_config(values)
+    if section.max_drop is not None and not scored:
+        text = (
+            f"fallback.max_drop: {section.max_drop:g} limits the drop of a score; expected score=, a function of "
+            "the model"
+        )
         raise ConfigError([f"keyword 'fallback': {text}"])
-    return wanted
+    return section
 
 
 def _run_config(
-    model: nn.Module, batches: list[Batch], asked: QuantizerConfig, threads: int, fallback: FallbackConfig | None
+    model: nn.Module, batches: list[Batch], settings: QuantizerConfig, threads: int, fallback: FallbackConfig | None
 ) -> RunConfig:
-    """Return the configuration of a run whose model and rows are objects, with the shapes of the batches."""
+    """Return the configuration of a run on Python objects, with sizes from the batches."""
     sizes = DataSizes.of(batches)
-    # Neither is read from anywhere: they are what the record of the run says of them.
-    rows = DatasetConfig.model_construct(name=GIVEN_IN_PYTHON, samples=sum(sizes.seen[BATCH]))
+    # Placeholders for the record of the run; nothing is read from them.
+    examples = DatasetConfig.model_construct(name=GIVEN_IN_PYTHON, samples=sum(sizes.seen[BATCH]))
     source = f"{type(model).__module__}:{type(model).__qualname__}"
     longest = max(sizes.seen.get(SEQUENCE, (1,)))
     config = RunConfig(
         model=ModelConfig.model_construct(source=source, task=MODULE),
-        data=DataConfig.model_construct(calibration=rows, evaluation=rows),
-        quantizer=asked,
+        data=DataConfig.model_construct(calibration=examples, evaluation=examples),
+        quantizer=settings,
         amp=AmpConfig(batches=SENSITIVITY_BATCHES),
-        export=ExportConfig(opset=max(ExportConfig().opset, least_opset(asked))),
+        export=ExportConfig(opset=max(ExportConfig().opset, least_opset(settings))),
         engine=EngineConfig(threads=threads),
     )
-    said = {
-        # A run from a file takes its budget on rows of data.tuning; here the score has its own.
+    updates = {
+        # In a run file, max_drop needs data.tuning; here, the score function has its own samples.
         "fallback": fallback,
         "model": config.model.model_copy(update={"max_length": longest}),
         "data": config.data.model_copy(update={"batch_size": sizes.usual[BATCH]}),
     }
-    return fitted(config.model_copy(update=said), sizes)
+    return fitted(config.model_copy(update=updates), sizes)

@@ -1,4 +1,4 @@
-"""The files from which a command that was stopped goes on: they lie beside its folder until the folder is complete."""
+"""Files from which an interrupted command resumes, next to its unfinished output folder."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from quantizer.utils.files import Store, said_complete
 from quantizer.utils.paths import is_folder
 
 _LONGEST_ENDING = ".training"
-"""Of the files from which a run resumes."""
+"""Longest suffix of these files."""
 
 
 @dataclass(frozen=True)
 class ResumeFiles:
-    """The files beside a run's folder from which it can resume, until the folder is complete.
+    """The files from which a run resumes, next to its unfinished folder.
 
     Attributes:
-        scores: those of a search.
-        training: the folder with the checkpoints of a training.
-        times: those of engines, which stay, for a run that repeats this one.
-        engines: those of a choice, and their scores.
+        scores: scores of a search.
+        training: the folder with training checkpoints.
+        times: measured latencies, which remain for later runs.
+        engines: candidate engines and their scores.
     """
 
     scores: Store
@@ -36,44 +36,46 @@ class ResumeFiles:
 
 @contextmanager
 def resume_files(folder: Path, *, searches: bool, trains: bool, chooses: bool = False) -> Iterator[ResumeFiles]:
-    """Yield the files from which the same command resumes, and remove them after the block."""
+    """Yield the files from which the same command resumes, and remove them after success."""
     require_names(folder)
-    # These raise now, and not after the calibration or the hours of a search.
-    kept = ResumeFiles(
+    # Errors are raised now, not after calibration or a long search.
+    files = ResumeFiles(
         scores=Store(folder.with_name(f"{folder.name}.search") if searches else None),
         training=folder.with_name(f"{folder.name}.training"),
         times=Store(folder.with_name(f"{folder.name}.times")),
         engines=Store(folder.with_name(f"{folder.name}.engines") if chooses else None),
     )
     if trains:
-        check_checkpoints(kept.training)
-    used = {"scores": kept.scores.folder, "checkpoints": kept.training if trains else None}
-    used["engines"] = kept.engines.folder
+        check_checkpoints(files.training)
+    used = {"scores": files.scores.folder, "checkpoints": files.training if trains else None}
+    used["engines"] = files.engines.folder
     try:
-        yield kept
+        yield files
     except KeyboardInterrupt as stop:
-        there = [f"the {what} are kept in {path}" for what, path in used.items() if path is not None and path.exists()]
-        # An interrupt that has a message came after the work was complete.
-        if there and not stop.args:
-            raise type(stop)(f"{', and '.join(there)}; the same command goes on with them") from stop
+        existing = [
+            (f"the {what} are kept in {path}") for what, path in used.items() if path is not None and path.exists()
+        ]
+        # An interrupt with a message came after the work was complete.
+        if existing and not stop.args:
+            raise type(stop)(f"{', and '.join(existing)}; run the same command again to resume") from stop
         raise
     except BaseException:
-        kept.engines.clear()
+        files.engines.clear()
         raise
     with said_complete(folder):
-        kept.scores.clear()
+        files.scores.clear()
         if trains:
-            remove_checkpoints(kept.training)
-        kept.engines.clear()
+            remove_checkpoints(files.training)
+        files.engines.clear()
 
 
 def require_names(folder: Path) -> None:
-    """Raise if the files beside a folder would have longer names than its file system allows."""
+    """Raise if the file system does not allow the longer names of the files next to a folder."""
     above = next(place for place in folder.absolute().parents if is_folder(place))
-    most = os.pathconf(above, "PC_NAME_MAX") - len(_LONGEST_ENDING)
+    limit = os.pathconf(above, "PC_NAME_MAX") - len(_LONGEST_ENDING)
     size = len(os.fsencode(folder.name))
-    if size > most:
+    if size > limit:
         raise QuantizerError(
-            f"{folder} cannot be written: its name has {size} bytes, and files beside it are called like it, with "
-            f"endings such as {_LONGEST_ENDING}: choose a name of at most {most} bytes"
+            f"{folder} cannot be written: its name has {size} bytes, and files next to it add suffixes such as "
+            f"{_LONGEST_ENDING}; use a name of at most {limit} bytes"
         )

@@ -1,4 +1,4 @@
-"""The two engines of a run in its folder: that of the quantized model, and that of the float model beside it."""
+"""Export, build and loading of a run's two engines: quantized and float."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quantizer.engines.for_this_cpu import Variant
 from quantizer.export.exporter import export_onnx
 from quantizer.pipeline.benchmark import build_options, run_sizes
 from quantizer.pipeline.compare_outputs import OnlySizes
-from quantizer.pipeline.context import RunContext, Runs
+from quantizer.pipeline.context import RunContext, Runnable
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
 from quantizer.pipeline.time_groups import EngineFiles, Timing
 from quantizer.quantizer import Quantizer
@@ -27,12 +27,12 @@ from quantizer.utils.files import Store
 from quantizer.utils.files.store import copy_file
 
 _STEMS = {"float": FLOAT_STEM, "engine": QUANTIZED_STEM}
-"""The name of the files of each engine."""
+"""File name of each engine, without suffix."""
 
 
 @dataclass(frozen=True)
-class MadeEngine:
-    """An engine that was built and loaded elsewhere, with the file that it was built of."""
+class BuiltEngine:
+    """A loaded engine from elsewhere, with its ONNX file and build result."""
 
     files: EngineFiles
     built: BuildResult
@@ -40,12 +40,12 @@ class MadeEngine:
 
 
 class RunEngines:
-    """Exports and builds the engines of a run, each anew only if its model has changed.
+    """Exports and builds the engines of a run, and rebuilds them only if the model has changed.
 
-    A model of several graphs has an engine for each; together they count as one.
+    A model with several graphs has an engine for each; together they count as one engine.
 
     Attributes:
-        float_name: the backend and the type of the float engine, such as ``openvino bfloat16``.
+        float_name: the backend and the precision of the float engine, such as ``openvino bfloat16``.
     """
 
     def __init__(self, context: RunContext, config: RunConfig, folder: Path, graphs: Graphs) -> None:
@@ -58,27 +58,27 @@ class RunEngines:
         self._graphs = graphs
         self._built: dict[str, dict[str, BuildResult]] = {}
         self._loaded: dict[str, dict[str, Engine]] = {}
-        self._assembled: dict[str, Runs] = {}
+        self._assembled: dict[str, Runnable] = {}
         self._is_refused = False
-        self._back: frozenset[str] | None = None
+        self._in_float: frozenset[str] | None = None
 
     @property
     def runs_here(self) -> bool:
-        """True if this machine has the device of the engines."""
+        """True if the engines run on this machine."""
         return runs_here(self._config.quantizer.backend)
 
     @property
     def built(self) -> dict[str, BuildResult]:
-        """The engines ``engine`` and ``float``, as they were built last; several of one count together."""
+        """Build results of ``engine`` and ``float``; several graphs are added up."""
         return {name: _together(list(graphs.values())) for name, graphs in self._built.items()}
 
     def files_of(self, name: str) -> list[Path]:
         """Return the engine files of ``engine`` or ``float``."""
-        return [one.path for one in self._built[name].values()]
+        return [result.path for result in self._built[name].values()]
 
     @property
     def timing(self) -> Timing:
-        """Conditions in which the engines are timed."""
+        """The conditions of latency measurements."""
         return Timing(
             backend=self._config.quantizer.backend,
             threads=self._config.engine.threads,
@@ -87,15 +87,15 @@ class RunEngines:
         )
 
     def files(self, name: str, graph: str | None = None) -> EngineFiles:
-        """Return the files of ``engine`` or ``float``, of the last graph if none is named."""
+        """Return the files of ``engine`` or ``float``, by default of the last graph."""
         return self._graphs.files(self._folder, _STEMS[name], graph or self._graphs.names[-1])
 
     def build(self, quantizer: Quantizer, quantized: nn.Module, *, trained: bool = False) -> dict[str, BuildResult]:
-        """Return the engines ``engine`` and ``float``, built of the frozen proxy and of the float model."""
+        """Build the engines ``engine`` and ``float`` from the frozen proxy and the float model."""
         chosen = quantizer.chosen_fallback
-        back = None if trained else frozenset(() if chosen is None else chosen.reasons())
+        in_float = None if trained else frozenset(() if chosen is None else chosen.reasons())
         missing = [] if "float" in self._built else ["float"]
-        if "engine" not in self._built or back is None or back != self._back:
+        if "engine" not in self._built or in_float is None or in_float != self._in_float:
             missing.append("engine")
         if not missing:
             return self.built
@@ -107,30 +107,30 @@ class RunEngines:
                 places = {graph: self.files("engine", graph).onnx for graph in graphs.names}
                 export_quantized(quantizer, graphs, quantized, places, opset)
         self._build_files(missing)
-        self._back = back
+        self._in_float = in_float
         return self.built
 
     def build_float(self) -> dict[str, BuildResult]:
-        """Return the engine of the float model as the one to deliver, which is all where nothing is quantized."""
+        """Build the engine of the float model as ``engine``, for a run that quantizes nothing."""
         if "engine" not in self._built:
             dtype = self._config.quantizer.target.torch_dtype
             with self._context.timer("export"):
                 for graph in self._graphs.names:
                     onnx = self.files("engine", graph).onnx
                     export_float(self._context, self._graphs, graph, self._config.export.opset, onnx, dtype)
-                    # That of a module was written to see which axes are open.
+                    # For a module, this file was only written to find the dynamic axes.
                     self.files("float", graph).onnx.unlink(missing_ok=True)
             self._build_files(["engine"])
         return self.built
 
     def _build_files(self, names: list[str]) -> None:
-        """Build engines of their exported files."""
+        """Build engines from their exported files."""
         backend, timer = self._config.quantizer.backend, self._context.timer
         with timer("build the engines"):
             for name in names:
                 self._forget(name)
                 self._is_refused = self._is_refused and name != "engine"
-                # The float engine serves other runs too.
+                # Other runs share the float engine.
                 build = partial(built_once, self._context.floats, timer.build) if name == "float" else timer.build
                 built: dict[str, BuildResult] = {}
                 for graph in self._graphs.names:
@@ -143,11 +143,11 @@ class RunEngines:
         self._assembled.pop(name, None)
 
     def inspect(self) -> Inspection:
-        """Return the precisions of the engine's layers, of several engines those of the last graph."""
+        """Return the precisions of the engine's layers; of the last graph if there are several."""
         timing, files = self.timing, self.files("engine")
         sizes = timing.sizes
         if self._graphs.several and self._context.task.reads != "text":
-            # A graph that reads tokens of its own has no more of them than rows.
+            # Without text inputs, the sequence length of a decoding step is bounded by the batch.
             sizes = replace(sizes, sequence=sizes.batch)
         return observe_engine(
             timing.backend,
@@ -159,12 +159,12 @@ class RunEngines:
         )
 
     def options(self, graph: str | None = None) -> BuildOptions:
-        """Return the options with which the engine of a graph is built."""
+        """Return the build options of a graph's engine."""
         graph = graph or self._graphs.names[-1]
         return build_options(self._config, self._graphs.dimensions(self._config, graph))
 
     def build_for(self, name: str, only_sizes: OnlySizes) -> tuple[BuildResult, Engine]:
-        """Build the engine of a model of one graph anew of its file, for some sizes alone, and load it."""
+        """Rebuild and load the engine of a single graph for fixed sizes."""
         files, backend, (graph,) = self.files(name), self._config.quantizer.backend, self._graphs.names
         options = replace(self.options(), only_sizes=only_sizes)
         built = self._context.timer.build(backend, files.onnx, files.engine, options)
@@ -174,7 +174,7 @@ class RunEngines:
         return built, self._loaded[name][graph]
 
     def refuse(self) -> None:
-        """Let the quantized engine not be loaded any more: it computes wrongly."""
+        """Mark the quantized engine as wrong; it is not loaded again."""
         self._is_refused = True
 
     def graphs_of(self, name: str) -> dict[str, Engine]:
@@ -186,42 +186,42 @@ class RunEngines:
             }
         return self._loaded[name]
 
-    def load(self) -> dict[str, Runs]:
-        """Return the engines that were built, but not a refused one; none if they need a GPU that is not here."""
+    def load(self) -> dict[str, Runnable]:
+        """Return the loaded engines except a refused one; empty if this machine lacks their device."""
         if not self.runs_here:
             return {}
-        wanted = [name for name in self._built if not (self._is_refused and name == "engine")]
-        for name in wanted:
+        names = [name for name in self._built if not (self._is_refused and name == "engine")]
+        for name in names:
             if name not in self._assembled:
                 self._assembled[name] = self._graphs.assembled(self.graphs_of(name))
-        return {name: self._assembled[name] for name in wanted}
+        return {name: self._assembled[name] for name in names}
 
-    def adopt(self, name: str, made: Mapping[str, MadeEngine]) -> None:
-        """Take engines that were built and loaded elsewhere of the same model, each of its graphs."""
+    def adopt(self, name: str, made: Mapping[str, BuiltEngine]) -> None:
+        """Adopt engines of all graphs that the choice of an engine built from the same model."""
         self._forget(name)
         self._built[name], self._loaded[name] = {}, {}
-        for graph, one in made.items():
+        for graph, built_engine in made.items():
             files = self.files(name, graph)
-            for data in one.files.onnx.parent.glob(f"{one.files.onnx.name}?*"):
+            for data in built_engine.files.onnx.parent.glob(f"{built_engine.files.onnx.name}?*"):
                 data.replace(files.onnx.parent / data.name)
-            one.files.onnx.replace(files.onnx)
-            one.built.path.replace(files.engine)
-            self._built[name][graph] = replace(one.built, path=files.engine)
-            self._loaded[name][graph] = one.engine
-        self._back = frozenset()
+            built_engine.files.onnx.replace(files.onnx)
+            built_engine.built.path.replace(files.engine)
+            self._built[name][graph] = replace(built_engine.built, path=files.engine)
+            self._loaded[name][graph] = built_engine.engine
+        self._in_float = frozenset()
 
 
 def _together(results: list[BuildResult]) -> BuildResult:
-    """Return several engines as one, with the file of the last."""
-    last, warnings = results[-1], tuple(warning for one in results for warning in one.warnings)
-    size, seconds = sum(one.size_bytes for one in results), sum(one.seconds for one in results)
+    """Return several build results as one, with the path of the last."""
+    last, warnings = results[-1], tuple(warning for result in results for warning in result.warnings)
+    size, seconds = sum(result.size_bytes for result in results), sum(result.seconds for result in results)
     return last if len(results) == 1 else BuildResult(last.path, size, seconds, warnings)
 
 
 def export_quantized(
     quantizer: Quantizer, graphs: Graphs, quantized: nn.Module, places: Mapping[str, Path], opset: int
 ) -> None:
-    """Write the ONNX file of each graph of a frozen model to its place."""
+    """Write the ONNX file of each graph of a frozen model."""
     for graph, place in places.items():
         module, axes = graphs.modules(quantized)[graph], graphs.axes(graph)
         quantizer.export(module, place, graphs.example(graph), opset=opset, dynamic_axes=axes)
@@ -230,13 +230,13 @@ def export_quantized(
 def export_float(
     context: RunContext, graphs: Graphs, graph: str, opset: int, path: Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write the ONNX file of a graph of the float model, exported or copied from where it is already."""
+    """Write the ONNX file of a graph of the float model; copy an earlier export if possible."""
     options = f"{graph} opset {opset} {dtype}"
 
     def export() -> None:
-        if (made := context.exported.get(options)) is not None and made.exists():
-            if made != path:
-                copy_file(made, path)
+        if (earlier := context.exported.get(options)) is not None and earlier.exists():
+            if earlier != path:
+                copy_file(earlier, path)
             return
         module, example, axes = graphs.modules(context.model)[graph], graphs.example(graph), graphs.axes(graph)
         export_onnx(module, path, example, opset=opset, dtype=dtype, axes=axes)
@@ -254,26 +254,23 @@ def built_once(
     options: BuildOptions,
     **more: Any,
 ) -> BuildResult:
-    """Return the engine that ``build`` makes of a file, or a copy of one that would be built alike.
-
-    That depends on the content of the file, the options, the versions of all packages, and the CPU.
-    """
+    """Return a built engine, or a copy of an earlier one from the same file, options, packages and CPU."""
     key = ["engine", backend, options, more, collect_versions(), sorted(cpu_flags()), onnx]
 
     def make() -> dict[str, Any]:
         built = build(backend, onnx, engine, options, **more)
         return {"size_bytes": built.size_bytes, "seconds": built.seconds, "warnings": built.warnings}
 
-    told = kept.get(key, make, engine)
-    # Native code that an earlier process left is built again rather than trusted.
+    facts = kept.get(key, make, engine)
+    # Native code of an earlier process is not trusted, but rebuilt.
     if is_untrusted(engine):
         kept.drop(key)
-        told = kept.get(key, make, engine)
-    return BuildResult(engine, told["size_bytes"], told["seconds"], tuple(told["warnings"]))
+        facts = kept.get(key, make, engine)
+    return BuildResult(engine, facts["size_bytes"], facts["seconds"], tuple(facts["warnings"]))
 
 
-def nearest_form(engines: Mapping[str, Runs], quantizer: Quantizer, model: nn.Module) -> dict[str, Runs]:
-    """Return the engine; if it cannot run here, a simulation of its half precision, but nothing for float32."""
+def nearest_form(engines: Mapping[str, Runnable], quantizer: Quantizer, model: nn.Module) -> dict[str, Runnable]:
+    """Return the engine; if it does not run on this machine, a half-precision simulation, or nothing for float32."""
     if engines:
         return {"engine": engines["engine"]} if "engine" in engines else {}
     half = quantizer.config.target.torch_dtype is not torch.float32

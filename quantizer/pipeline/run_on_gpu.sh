@@ -1,11 +1,11 @@
 #!/bin/sh
-# Check and time the engine of this folder on a machine with an NVIDIA GPU:
+# Check and benchmark the engine of this folder on a machine with an NVIDIA GPU:
 #
 #   sh run_on_gpu.sh [FOLDER FOR RESULTS]
 #
-# It needs trtexec (TensorRT 10.12 or later), for an engine of TensorRT-RTX tensorrt_rtx or trtexec, and python3 without
-# any package. TRTEXEC=/path/to/trtexec names another one. Nothing in this folder is changed. The exit code is 0 if all
-# outputs are as expected, 1 if one is not, and 2 if something is missing or cannot be run or compared.
+# It needs python3 without packages, and trtexec (TensorRT 10.12 or later); for TensorRT-RTX, tensorrt_rtx or trtexec.
+# Set TRTEXEC=/path/to/trtexec to use another program. The script does not change this folder. Exit codes: 0 all outputs
+# are as expected, 1 an output is wrong, 2 something is missing or failed.
 set -u
 
 say() { printf '%s\n' "$*"; }
@@ -14,9 +14,9 @@ stop() {
     exit 2
 }
 
-results=${1:-$(mktemp -d)} || stop "no folder for results can be made; name one: sh run_on_gpu.sh FOLDER"
+results=${1:-$(mktemp -d)} || stop "cannot create a folder for results; pass one: sh run_on_gpu.sh FOLDER"
 mkdir -p "$results" && results=$(cd "$results" && pwd) || stop "$results cannot be written"
-cd "$(dirname "$0")" || stop "the folder of this script cannot be entered"
+cd "$(dirname "$0")" || stop "cannot enter the folder of this script"
 . ./gpu/settings.sh || stop "gpu/settings.sh is missing: copy the whole folder"
 
 # -- the tool ----------------------------------------------------------------------------------------------------------
@@ -31,14 +31,14 @@ find_tool() {
 
 reason=
 if [ -n "${TRTEXEC:-}" ]; then
-    tool=$(command -v "$TRTEXEC") || stop "TRTEXEC is $TRTEXEC, which is no program"
+    tool=$(command -v "$TRTEXEC") || stop "TRTEXEC is $TRTEXEC, which is not a program"
 elif ! tool=$(find_tool "$OWN_TOOL"); then
-    tool=$(find_tool trtexec) || stop "trtexec is missing: it is part of TensorRT (in NVIDIA's container nvcr.io/nvidia/tensorrt it lies in PATH); add it to PATH, or run TRTEXEC=/path/to/trtexec sh run_on_gpu.sh"
+    tool=$(find_tool trtexec) || stop "trtexec is missing: it is part of TensorRT, and in PATH in NVIDIA's container nvcr.io/nvidia/tensorrt; add it to PATH, or run TRTEXEC=/path/to/trtexec sh run_on_gpu.sh"
 fi
 [ "${tool##*/}" = tensorrt_rtx ] && is_rtx=yes || is_rtx=no
 [ "$OWN_TOOL" = tensorrt_rtx ] && wants_rtx=yes || wants_rtx=no
-[ "$is_rtx" = "$wants_rtx" ] || reason="$ENGINE is an engine of another library than that of ${tool##*/}"
-command -v python3 > /dev/null || say "python3 is missing: the engine is timed, and its outputs are not compared"
+[ "$is_rtx" = "$wants_rtx" ] || reason="$ENGINE belongs to another library than ${tool##*/}"
+command -v python3 > /dev/null || say "python3 is missing: the engine is benchmarked, but its outputs are not compared"
 
 # -- the engine --------------------------------------------------------------------------------------------------------
 
@@ -46,9 +46,9 @@ plan=$results/model.plan
 built=no
 
 build() {
-    say "$1: it is built of $ONNX, which takes minutes"
+    say "$1: building it from $ONNX, which takes minutes"
     rm -f "$plan"
-    # From release 11 on there are no other networks, and later releases may drop the option.
+    # From release 11 on, networks are always strongly typed, and the option may disappear.
     "$tool" --help 2>&1 | grep -q -e --stronglyTyped && typed=--stronglyTyped || typed=
     "$tool" --onnx="$ONNX" --saveEngine="$plan" ${typed:+"$typed"} --skipInference \
         ${MIN_SHAPES:+"--minShapes=$MIN_SHAPES"} ${OPT_SHAPES:+"--optShapes=$OPT_SHAPES"} \
@@ -58,16 +58,16 @@ build() {
 }
 
 if [ -z "$reason" ] && [ ! -s "$ENGINE" ]; then
-    reason="there is no $ENGINE"
+    reason="$ENGINE is missing"
 fi
 if [ -z "$reason" ] && [ -n "$CAPABILITY" ]; then
     here=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | head -n 1 | tr -d '. ')
-    [ -z "$here" ] || [ "sm$here" = "$CAPABILITY" ] || reason="$ENGINE is for $CAPABILITY, and this GPU is sm$here"
+    [ -z "$here" ] || [ "sm$here" = "$CAPABILITY" ] || reason="$ENGINE is for $CAPABILITY, but this GPU is sm$here"
 fi
 if [ -n "$reason" ]; then
     build "$reason"
 else
-    # Behind the engine lies a line with its checksum, which the library refuses.
+    # The file ends with a line with its checksum, which the library would reject.
     head -c "$ENGINE_BYTES" "$ENGINE" > "$plan" || stop "$plan cannot be written"
 fi
 
@@ -83,7 +83,7 @@ run() {
 wrong=no
 for case in $CASES; do
     if ! run "$case" && [ "$built" = no ]; then
-        build "$ENGINE does not run here ($(grep -e '\[E\]' "$results/$case.log" | tail -n 1))"
+        build "$ENGINE does not run on this machine ($(grep -e '\[E\]' "$results/$case.log" | tail -n 1))"
         run "$case"
     fi
     [ -s "$results/$case.json" ] \

@@ -1,14 +1,9 @@
-"""The search for groups that fall back to float: sensitivity on batches, and a choice within a drop of the score.
+"""The search of ``fallback.max_drop``, the check of the built engine against this budget, and the diagnosis.
 
-A budget of the score: what tuning samples can tell of a drop, and whether the built engine keeps to it too.
+The search scores candidates on tuning samples. A third of them is held back, to check the engine on unseen samples.
 
-Tuning samples cannot show every drop, as one sample is a step of the score and chance moves it.
-
-Legend: n is the number of scored samples, p the share of them whose answer quantization changes. An accuracy moves in
-steps of 1 / n. If nothing is lost, as many of the changed answers become right as wrong, and the score still moves: its
-standard deviation is the root of p / n.
-
-The engine is scored on tuning samples that the search for fallback did not see.
+``budget_warnings`` warns of budgets below the resolution of the samples. With n samples, the accuracy has steps of 1/n.
+If quantization changes a fraction p of the answers by chance, its standard deviation is sqrt(p / n).
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from quantizer.algorithms.fallback import fallback_reason
 from quantizer.algorithms.sensitivity import Evaluation, fingerprint
 from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.config import RunConfig
-from quantizer.pipeline.context import RunContext, Runs, as_predictor, bar
+from quantizer.pipeline.context import RunContext, Runnable, as_predictor, bar
 from quantizer.pipeline.scores import FunctionScorer, Metric
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, text
@@ -36,25 +31,25 @@ from quantizer.utils.fingerprint import Fingerprint
 from quantizer.utils.progress import counted
 from quantizer.utils.records import EngineCheck
 
-_BATCHES, _SAMPLES = 2, 8
-"""On so many samples of so many batches causes are looked for, as each setting that is tried is calibrated on them."""
+_BATCHES, _ROWS = 2, 8
+"""Number of batches, and of samples per batch, for the diagnosis, which calibrates each tried setting on them."""
 
 
 DIAGNOSE = "diagnose"
-"""The name of the stage."""
+"""The name of the stage of the diagnosis."""
 
 
 def wants_diagnosis(config: RunConfig) -> bool:
-    """Return whether causes are looked for: where sensitivity is asked for, and nothing was trained."""
+    """Return whether a run is diagnosed: if sensitivity is measured, and nothing was trained."""
     return config.amp is not None and config.qat is None
 
 
 def with_diagnosis(
     record: RunRecord, context: RunContext, config: RunConfig, quantizer: Quantizer, batches: Sequence[Batch]
 ) -> RunRecord:
-    """Return a record with the groups that cost most and their fixes, or with the reason why the search failed.
+    """Return a record with the most sensitive groups and their fixes, or with the reason why the diagnosis failed.
 
-    Nothing is looked for unless sensitivity is asked for, or after a training.
+    The record is unchanged if the run is not diagnosed.
     """
     if not wants_diagnosis(config) or not batches:
         return record
@@ -71,17 +66,17 @@ def with_diagnosis(
 
 
 def _beginning(batch: Batch) -> Batch:
-    return rows_at(batch, range(min(_SAMPLES, len(next(iter(batch.values()))))))
+    return rows_at(batch, range(min(_ROWS, len(next(iter(batch.values()))))))
 
 
 def measure_sensitivity(context: RunContext, quantizer: Quantizer, proxy: nn.Module, batches: Sequence[Batch]) -> None:
-    """Rank the groups of a proxy that ``amp()`` returned, on batches; the measure ``metric`` needs none."""
+    """Measure the sensitivity of a proxy's groups on batches; the measure ``metric`` needs none."""
     with context.timer("measure sensitivity"), torch.no_grad():
         with counted(batches, "batches", unit="batch") as steps:
             for number, batch in enumerate(steps):
                 if is_mine(number):
                     proxy(**batch)
-        # The measure ``metric`` runs only when the ranking is read.
+        # The measure ``metric`` only runs when the sensitivities are read.
         len(quantizer.sensitivity)
 
 
@@ -96,12 +91,12 @@ def search_fallback(
     costs: str | Mapping[str, float] | None = None,
     latency_costs: LatencyCosts | None = None,
 ) -> None:
-    """Let groups fall back to float until the score is at most ``max_drop`` worse; reuse scores of a resume file."""
+    """Keep groups in float until the score drops by at most ``max_drop``; reuse scores of a resume file."""
     timer, scores = context.timer, context.resume.scores
     with timer("search fallback groups"):
         known = scores.under(fingerprint(quantizer.plan, metric, Fingerprint.of(context.model))).count
-        kept = f"going on with {known} scores of" if known else "until the run is complete, each score is kept in"
-        timer.say(f"  {kept} {scores.folder}")
+        note = f"resuming with {known} scores from" if known else "scores are kept until the run is complete in"
+        timer.say(f"  {note} {scores.folder}")
         timer.tell(f"target: a drop of at most {max_drop:g}")
         chosen = quantizer.fallback(
             proxy,
@@ -112,13 +107,13 @@ def search_fallback(
             costs=costs,
             latency_costs=latency_costs,
             cache=scores.folder,
-            tell=_Tries(timer.tell, max_drop),
+            tell=_EvaluationPrinter(timer.tell, max_drop),
         )
         timer.tell(f"{text.counted(len(chosen.groups), 'group')} kept in float, {fallback_reason(chosen)}")
 
 
-class _Tries:
-    """Teller of the tries of a search, a line each."""
+class _EvaluationPrinter:
+    """Printer of the evaluations of a search, one line each."""
 
     def __init__(self, tell: Callable[[str], None], target: float) -> None:
         self._tell = tell
@@ -126,64 +121,63 @@ class _Tries:
         self._count = 0
         self._start = time.perf_counter()
 
-    def __call__(self, tried: Evaluation) -> None:
+    def __call__(self, evaluation: Evaluation) -> None:
         self._count += 1
         seconds, self._start = time.perf_counter() - self._start, time.perf_counter()
-        judged = "ok" if tried.drop <= self._target else "not ok"
-        # Fixed places, so that tries stand below each other; -0.0 would be a gain.
+        verdict = "ok" if evaluation.drop <= self._target else "not ok"
+        # Fixed-width columns; adding 0.0 turns -0.0 into 0.0.
         self._tell(
-            f"try {self._count:>2}: {len(tried.groups):>3} groups in float, score {tried.score:.5f}, "
-            f"drop {tried.drop + 0.0:>8.5f}, {judged:>6}, {seconds:.1f} s"
+            f"try {self._count:>2}: {len(evaluation.groups):>3} groups in float, score {evaluation.score:.5f}, "
+            f"drop {evaluation.drop + 0.0:>8.5f}, {verdict:>6}, {seconds:.1f} s"
         )
 
 
-_CHANGED = 0.01
-"""p before anything ran: an assumption, of which the message tells. The demo's INT8 changes 1.5% of the answers."""
+_ASSUMED_CHANGES = 0.01
+"""Assumed fraction p of changed answers, which the message states. The INT8 demo changes 1.5%."""
 
 _NORMAL_95 = 1.96
 
 
 def budget_warnings(asked: float, samples: int, metric: str, option: str) -> Iterator[str]:
-    """Yield why a budget is finer than its samples can show, in a sentence; nothing if they can."""
+    """Yield a warning if a budget is below the resolution or the noise of the tuning samples."""
     if metric != "accuracy" or asked <= 0 or samples <= 0:
         return
-    step, noise = 1 / samples, _NORMAL_95 * math.sqrt(_CHANGED / samples)
+    step, noise = 1 / samples, _NORMAL_95 * math.sqrt(_ASSUMED_CHANGES / samples)
     if asked < step:
         yield (
-            f"{option}: {asked:g} is finer than one of the {samples} tuning samples that the search sees, which is "
-            f"{step:.4f} of the accuracy: nothing but a drop of 0 meets it; give {math.ceil(1 / asked)} or more, or "
-            "allow more"
+            f"{option}: {asked:g} is below one of the {samples} tuning samples of the search, which is {step:.4f} of "
+            f"the accuracy, so that only a drop of 0 meets it; use at least {math.ceil(1 / asked)} samples, or a "
+            "larger drop"
         )
     elif asked < noise:
         yield (
-            f"{option}: {asked:g} is within the noise of the {samples} tuning samples that the search sees: where 1 "
-            f"answer "
-            f"in 100 changes, chance alone moves the accuracy by {noise:.4f} (95%)"
+            f"{option}: {asked:g} is within the noise of the {samples} tuning samples: if 1 of 100 answers "
+            f"changes, chance alone moves the accuracy by {noise:.4f} (95%)"
         )
 
 
-CHECK_ON_SAMPLES, CHECK_BY_FUNCTION = "check the engine on samples that the search did not see", "check the engine"
-"""The stage in which an engine is held to its budget."""
+CHECK_ON_ROWS, CHECK_BY_FUNCTION = "check the engine on held-out samples", "check the engine"
+"""The name of the stage that checks an engine against its budget."""
 
 _CHECKS = 3
-"""How often an engine is built for one budget."""
+"""Maximum number of engines built for one budget."""
 
-_SHARE = 3
-"""One of so many tuning samples is held back from the search."""
+_HELD_OUT = 3
+"""One of this many tuning samples is held back from the search."""
 
 
 def samples_searched(tuning: int, *, checked: bool) -> int:
-    """Return how many of the tuning samples the search sees, where engines are checked on the others."""
-    return tuning - tuning // _SHARE if checked else tuning
+    """Return the number of tuning samples that the search uses; the others check the engine."""
+    return tuning - tuning // _HELD_OUT if checked else tuning
 
 
 class EngineBudget:
-    """The drop of an engine's score that is allowed, and what the search may drop so that the engine meets it.
+    """The allowed drop of the engine's score, and the drop that the search may use to reach it.
 
     Attributes:
-        asked: the budget; None: there is none.
-        searched: the tuning samples for the search; all of them if no engine is to be checked.
-        checks: the engines that were checked, in order.
+        asked: the budget; None without one.
+        searched: the tuning samples of the search; all of them if no engine is checked.
+        checks: the checked engines, in order.
     """
 
     def __init__(
@@ -195,58 +189,57 @@ class EngineBudget:
         checked: bool,
         function: FunctionScorer | None = None,
     ) -> None:
-        """
+        """Split the tuning samples.
+
         Args:
             context: the model and its task.
-            asked: the budget; None: there is none.
+            asked: the budget; None without one.
             tuning: the tuning samples.
-            checked: whether an engine of what the search finds runs here; with training, other engines are built.
-            function: scores engines where the function alone knows the samples.
+            checked: the engine of the search is checked on this machine; not with training, which changes the engine.
+            function: the scorer of a function, which has its own samples.
         """
         self.asked = asked
         self.checks: list[EngineCheck] = []
         checked = checked and asked is not None
-        self.searched = (
-            [example for place, example in enumerate(tuning, start=1) if place % _SHARE] if checked else tuning
-        )
-        self._examples = tuning[_SHARE - 1 :: _SHARE] if checked else []
+        self.searched = [row for place, row in enumerate(tuning, start=1) if place % _HELD_OUT] if checked else tuning
+        self._rows = tuning[_HELD_OUT - 1 :: _HELD_OUT] if checked else []
         self._function = function if checked else None
         self._context = context
         self._float_score: float | None = None
         self._allowed = self.asked or 0.0
 
     def warn(self, option: str) -> None:
-        """Print a warning where the samples of the search cannot show a drop as small as the budget."""
+        """Print a warning if the samples of the search cannot resolve the budget."""
         if self.asked is not None and self.searched:
             metric = self._context.task.metric_name
             for line in budget_warnings(self.asked, len(self.searched), metric, option):
                 self._context.timer.tell(f"warning: {line}")
 
-    def next_drop(self, engine: Runs | None, groups: int) -> float | None:
-        """Return the drop that the search is allowed now; None if the engine meets the budget, or nothing is checked.
+    def next_drop(self, engine: Runnable | None, groups: int) -> float | None:
+        """Return the drop allowed in the next search; None if the engine meets the budget, or is not checked.
 
-        The search's budget shrinks by what the engine exceeds its own, down to 0; after three engines it ends.
+        The budget of the search shrinks by the excess of the engine, down to 0. It ends after three engines.
         """
-        if self.asked is None or engine is None or not (self._examples or self._function):
+        if self.asked is None or engine is None or not (self._rows or self._function):
             return None
-        timer, samples = self._context.timer, None if self._function else len(self._examples)
-        with timer(CHECK_BY_FUNCTION if self._function else CHECK_ON_SAMPLES):
+        timer, samples = self._context.timer, None if self._function else len(self._rows)
+        with timer(CHECK_BY_FUNCTION if self._function else CHECK_ON_ROWS):
             drop = self._drop(engine)
         self.checks.append(EngineCheck(groups=groups, drop=drop, samples=samples))
-        told = "" if samples is None else f" on {samples} samples"
-        said = f"the engine's drop{told} is {drop:.5f}, and {self.asked:g} is allowed"
+        on_samples = "" if samples is None else f" on {samples} samples"
+        result = f"the engine's drop{on_samples} is {drop:.5f}, and {self.asked:g} is allowed"
         if drop <= self.asked:
-            timer.tell(said)
+            timer.tell(result)
             return None
         if self._allowed == 0 or len(self.checks) == _CHECKS:
-            timer.tell(f"{said}: the budget is not met on the engine, and this is the best plan found")
+            timer.tell(f"{result}: the budget is not met on the engine, and this is the best plan found")
             return None
         self._allowed = max(0.0, self._allowed - (drop - self.asked))
-        timer.tell(f"{said}: the search goes on with {self._allowed:.5f}")
+        timer.tell(f"{result}: the search continues with {self._allowed:.5f}")
         return self._allowed
 
-    def _drop(self, engine: Runs) -> float:
-        """Return how much worse the engine is than the float model."""
+    def _drop(self, engine: Runnable) -> float:
+        """Return the drop of the engine's score below the float model's score."""
         if self._function is not None:
             gain = self._function.difference("engine", engine)
             assert gain is not None
@@ -256,7 +249,7 @@ class EngineBudget:
         sign = 1 if self._context.task.higher_is_better else -1
         return sign * (self._float_score - self._score(engine))
 
-    def _score(self, model: Runs) -> float:
+    def _score(self, model: Runnable) -> float:
         task = self._context.task
-        with bar("samples to check on") as progress:
-            return task.score(task.predict(as_predictor(model), self._examples, progress), self._examples)
+        with bar("held-out samples") as progress:
+            return task.score(task.predict(as_predictor(model), self._rows, progress), self._rows)

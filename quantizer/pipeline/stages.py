@@ -1,8 +1,8 @@
-"""The stages of a job, from the model and its data to the report, in their order.
+"""The stages of a job, from loading the model to the report, in order.
 
-Each stage is a function of the ``Job``, and the names of the lines that it prints, which are told before it starts.
-Several processes go through the first ones together: each has its part of the batches and of the scored samples.
-The later ones need the machine to themselves, and the first process carries them out alone.
+A stage is a function of the ``Job`` with the names of the lines that it prints, which are known before it starts. The
+stages in ``TOGETHER`` run in all processes, each with its share of the batches and samples. The stages in ``ALONE``
+need the machine to themselves and run in the first process only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.config import AmpConfig, RunConfig, dump_yaml
 from quantizer.errors import EngineError
 from quantizer.pipeline.benchmark import build_options, measure_latency, measure_memory
-from quantizer.pipeline.choose_engine import Picked, pick_backend
+from quantizer.pipeline.choose_engine import PickedBackend, pick_backend
 from quantizer.pipeline.compare_outputs import (
     NOTHING_DB,
     OutputCheck,
@@ -30,20 +30,20 @@ from quantizer.pipeline.compare_outputs import (
     refusal,
     right_engine,
 )
-from quantizer.pipeline.context import Runs
+from quantizer.pipeline.context import Runnable
 from quantizer.pipeline.deliver import deliver
 from quantizer.pipeline.fastest_engine import for_all_variants, quantizer_of
-from quantizer.pipeline.faults import require_tools
 from quantizer.pipeline.job import QUANTIZER, Job, Outline
-from quantizer.pipeline.latency_fallback import RunPlacement
+from quantizer.pipeline.latency_fallback import RunLatencyFallback
 from quantizer.pipeline.make_record import record_of, write_reports
 from quantizer.pipeline.model_graphs import QUANTIZED_STEM
 from quantizer.pipeline.open_axes import settle_axes
+from quantizer.pipeline.preflight_checks import require_tools
 from quantizer.pipeline.processes import from_first_rank, require_same_work
 from quantizer.pipeline.run_engines import RunEngines, nearest_form
 from quantizer.pipeline.search_max_drop import (
     CHECK_BY_FUNCTION,
-    CHECK_ON_SAMPLES,
+    CHECK_ON_ROWS,
     DIAGNOSE,
     measure_sensitivity,
     search_fallback,
@@ -63,7 +63,7 @@ Value = TypeVar("Value")
 
 
 def carry_out(job: Job) -> RunRecord | None:
-    """Carry out all stages of a job; return its record, or None in a process that is not the first one."""
+    """Run all stages of a job, and return its record; None in all processes but the first."""
     for stage in TOGETHER:
         if stage.wanted(job.config):
             with stage.named():
@@ -79,7 +79,7 @@ def carry_out(job: Job) -> RunRecord | None:
 
 
 def load(job: Job) -> None:
-    """Load the model and its data, and check all that would otherwise fail after minutes of calibration."""
+    """Load the model and its data, and check everything that would otherwise fail after calibration."""
     with job.timer("load model and data"):
         job.work = job.load(job.timer, job.kept, job.target)
         job.fixed = settle_axes(job.context, job.graphs, job.config.export.opset, job.target)
@@ -87,30 +87,30 @@ def load(job: Job) -> None:
     settings = dump_yaml(config)
     (job.target / "config.yaml").write_text(settings, encoding="utf-8")
     examples = job.examples
-    # Those of the calibration are compared when they are dealt out.
-    dealt = {
+    # Calibration samples are compared when they are distributed.
+    distributed = {
         "evaluation": examples.evaluation,
         "tuning": examples.tuning,
         "training": examples.training,
         "check": examples.check,
     }
-    require_same_work(settings, job.model, {**dealt, "head": examples.head})
+    require_same_work(settings, job.model, {**distributed, "head": examples.head})
     job.engines = RunEngines(job.context, config, job.target, job.graphs)
     max_drop = None if config.fallback is None else config.fallback.max_drop
     job.budget = job.work.budget(max_drop, checked=config.qat is None and job.engines.runs_here)
     job.budget.warn("fallback.max_drop")
-    job.latency_fallback = RunPlacement(job.context, config, job.target, job.graphs)
+    job.latency_fallback = RunLatencyFallback(job.context, config, job.target, job.graphs)
     require_tools({config.quantizer.backend: build_options(config)}, html="html" in config.report.formats)
     job.work.check()
     if config.quantize:
         job.quantizer = Quantizer(config.quantizer)
         if config.quantizer.formats:
-            # Raises if a rule matches nothing, which would otherwise happen when the plan is made.
+            # Raises early if a rule matches nothing.
             job.quantizer.inspect(job.model)
 
 
 def calibrate(job: Job) -> None:
-    """Calibrate, after fitting the head if the task has one."""
+    """Fit the head if the task has one, and calibrate the quantizer."""
     job.work.fit_head()
     if not job.config.quantize:
         return
@@ -118,37 +118,37 @@ def calibrate(job: Job) -> None:
     with job.timer("calibrate"):
         job.work.calibrate(job.quantizer, job.batches)
         if get_world_size() > 1:
-            # Here all choose ranges and codes together; one process does when it first needs the plan.
+            # All processes choose ranges and quantized values together; a single process does so on first use.
             _ = job.quantizer.plan
 
 
 def choose_engine(job: Job) -> None:
-    """Go on with the fastest engine that is right, its configuration and its quantizer."""
-    if (among := job.among) is None:
+    """Choose the fastest correct engine, and continue with its configuration and quantizer."""
+    if (candidates := job.among) is None:
         return
-    calibrated = for_all_variants(job.config, job.quantizer, among) if job.config.quantize else {}
-    picked: list[Picked] = []
+    calibrated = for_all_variants(job.config, job.quantizer, candidates) if job.config.quantize else {}
+    picked: list[PickedBackend] = []
 
     def choose() -> dict[str, Any]:
         work, samples = job.work, job.samples
-        made = pick_backend(work, job.config, calibrated, samples, job.target, among, fastest=job.converts)
-        picked.append(made)
+        pick = pick_backend(work, job.config, calibrated, samples, job.target, candidates, fastest=job.converts)
+        picked.append(pick)
         return picked[0].config.model_dump(mode="json")
 
-    told = from_first_rank(choose, Any)
+    values = from_first_rank(choose, Any)
     if picked:
         job.config, job.choice, job.engines = picked[0].config, picked[0].choice, picked[0].engines
         if picked[0].quantizer is not None:
             job.quantizer = picked[0].quantizer
     else:
-        job.config = RunConfig.model_validate(told)
+        job.config = RunConfig.model_validate(values)
         if job.config.quantize:
             job.quantizer = quantizer_of(job.config, calibrated)
     (job.target / "config.yaml").write_text(dump_yaml(job.config), encoding="utf-8")
 
 
 def time_groups(job: Job) -> None:
-    """Measure what each group is worth in time, and keep those in float that low precision makes slower."""
+    """Measure the latency cost of each group, and keep groups in float if low precision is slower."""
     latency_costs = from_first_rank(
         partial(job.latency_fallback.measured, job.quantizer, job.engines), LatencyCosts | None
     )
@@ -158,9 +158,9 @@ def time_groups(job: Job) -> None:
 
 
 def fall_back(job: Job) -> None:
-    """Measure sensitivity, and let the groups fall back to float that are asked for."""
-    asked, amp = job.config.fallback, job.config.amp or AmpConfig()
-    if job.config.amp is None and asked is None:
+    """Measure sensitivity, and keep the requested groups in float."""
+    fallback, amp = job.config.fallback, job.config.amp or AmpConfig()
+    if job.config.amp is None and fallback is None:
         return
     by_metric = amp.measure == "metric"
 
@@ -176,34 +176,34 @@ def fall_back(job: Job) -> None:
             measure_sensitivity(job.context, mine, proxy, [] if by_metric else job.batches[: amp.batches])
         return proxy
 
-    # A score is taken on tuning samples, which the budgets of runs share out differently.
+    # Runs with different budgets split the tuning samples differently, so scores cannot be shared.
     job.proxy = measured(job.quantizer) if by_metric else job.work.amp(job.quantizer, str(job.config.amp), measured)
-    if asked is not None and asked.max_drop is None:
-        how = asked.model_dump(include={"num", "ratio", "names", "min_speedup", "costs"})
-        job.quantizer.fallback(job.proxy, latency_costs=job.latency_fallback.latency_costs, **how)
-    elif asked is not None and asked.max_drop is not None:
-        _search(job, asked.max_drop)
+    if fallback is not None and fallback.max_drop is None:
+        choice = fallback.model_dump(include={"num", "ratio", "names", "min_speedup", "costs"})
+        job.quantizer.fallback(job.proxy, latency_costs=job.latency_fallback.latency_costs, **choice)
+    elif fallback is not None and fallback.max_drop is not None:
+        _search(job, fallback.max_drop)
 
 
 def _search(job: Job, max_drop: float) -> None:
-    asked = job.config.fallback
-    assert asked is not None
+    fallback = job.config.fallback
+    assert fallback is not None
     assert job.proxy is not None
-    most, costs, latency_costs = asked.evaluations, asked.costs, job.latency_fallback.latency_costs
+    evaluations, costs, latency_costs = fallback.evaluations, fallback.costs, job.latency_fallback.latency_costs
     search_fallback(
         job.context,
         job.quantizer,
         job.proxy,
         job.metric,
         max_drop,
-        max_evaluations=most,
+        max_evaluations=evaluations,
         costs=costs,
         latency_costs=latency_costs,
     )
 
 
 def build(job: Job) -> None:
-    """Quantize, train if asked, build and compare; search again until the engine meets its budget and its speed."""
+    """Quantize, train if configured, build and compare; repeat the search until the engine meets its goals."""
     while True:
         if job.config.quantize:
             _quantize(job)
@@ -215,11 +215,11 @@ def build(job: Job) -> None:
 
 
 def _quantize(job: Job) -> None:
-    """Make the frozen model, with training also that of PTQ before it."""
+    """Freeze the quantized model; with QAT also the model before training."""
     job.forms, job.training = {}, None
     if job.config.qat is not None:
         job.forms["ptq"] = job.quantizer.quantize(job.model)
-        # Of the float model that training changes.
+        # Training changes the float model, so its exported file is outdated.
         job.context.exported.clear()
         job.training = train(job.context, job.config.qat, job.quantizer, job.examples.training, job.metric)
     with job.timer("quantize"):
@@ -227,7 +227,7 @@ def _quantize(job: Job) -> None:
 
 
 def _drop_of_engine(job: Job) -> float | None:
-    """Build the engines, and return what the next search may drop; None if the engine meets the budget."""
+    """Build the engines, and return the drop allowed in the next search; None if the engine meets the budget."""
     if not job.config.quantize:
         job.built = job.engines.build_float()
         compare(job)
@@ -239,9 +239,9 @@ def _drop_of_engine(job: Job) -> float | None:
 
 
 def compare(job: Job) -> None:
-    """Compare the engine's outputs with those of the proxy and the float model, at several sizes.
+    """Compare the outputs of the engine with the proxy and the float model, at several sizes.
 
-    A model for all sizes that is wrong is replaced by such for fixed sizes. An engine that is wrong is refused.
+    A dynamic-shape engine that is wrong is replaced by fixed-shape engines. An engine that is still wrong is rejected.
     """
     if job.built["engine"] is job.compared:
         return
@@ -250,29 +250,33 @@ def compare(job: Job) -> None:
     job.refused.pop("engine", None)
     with job.timer("compare the outputs"):
         batches = job.graphs.checked_on(job.config, job.samples)
-        job.references = {name: References(some, apart=feed.samples_independent) for name, some in batches.items()}
+        job.references = {
+            name: References(graph_batches, apart=feed.samples_independent) for name, graph_batches in batches.items()
+        }
         try:
             if job.engines.runs_here:
-                job.checks = _right(job, "engine", job.frozen, job.tolerance(quantized=job.config.quantize))
+                job.checks = _checked_engine(job, "engine", job.frozen, job.tolerance(quantized=job.config.quantize))
             else:
                 job.distances = tuple(_of_proxy(job, batches))
         except WrongEngineError as wrong:
             job.checks = {QUANTIZED_STEM: tuple(wrong.checks)}
             _refuse(job, str(wrong))
         except EngineError as error:
-            # What was measured until here is not thrown away for it; the verdict says that nothing was compared.
+            # Keep all measurements; the verdict says that the outputs were not compared.
             job.timer.say(f"warning: {error}")
     job.built = job.engines.built
     job.compared = job.built["engine"]
 
 
 def _of_proxy(job: Job, batches: Mapping[str, Sequence[Batch]]) -> Iterator[OutputDistance]:
-    """Yield how far the outputs of the frozen model are from the float model's, where no engine runs."""
+    """Yield the distance of the frozen model's outputs from the float model, if no engine runs on this machine."""
     floats, frozen = job.graphs.modules(job.model), job.graphs.modules(job.frozen)
     for name in job.graphs.names:
-        some = batches[name][:1] if job.graphs.several else batches[name]
-        for one in output_distances(floats[name], frozen[name], None, some, apart=job.context.feed.samples_independent):
-            yield replace(one, output=_named(job, name, one.output))
+        graph_batches = batches[name][:1] if job.graphs.several else batches[name]
+        for distance in output_distances(
+            floats[name], frozen[name], None, graph_batches, apart=job.context.feed.samples_independent
+        ):
+            yield replace(distance, output=_named(job, name, distance.output))
 
 
 def _named(job: Job, graph: str, output: str) -> str:
@@ -280,12 +284,12 @@ def _named(job: Job, graph: str, output: str) -> str:
 
 
 def score_models(job: Job) -> None:
-    """Score the float model and the frozen ones."""
+    """Score the float model and the frozen models."""
     job.scorer.take({name: job.graphs.runnable(form) for name, form in {"float": job.model, **job.forms}.items()})
 
 
 def inspect(job: Job) -> None:
-    """Save the quantizer, and look at the precisions of the engine's layers, before the time for its score is spent."""
+    """Save the quantizer, and inspect the precisions of the engine's layers, before the engine is scored."""
     if job.config.quantize:
         job.quantizer.save(job.target / QUANTIZER)
     with job.timer("inspect the engine"):
@@ -293,25 +297,29 @@ def inspect(job: Job) -> None:
 
 
 def score_engine(job: Job) -> None:
-    """Score the engine, or a simulation of its types where it does not run here."""
+    """Score the engine, or a simulation of its types if it does not run on this machine."""
     loaded = job.engines.load()
-    near = nearest_form(loaded, job.quantizer, job.model) if job.config.quantize else loaded
-    forms: dict[str, Runs] = {name: job.graphs.runnable(form) for name, form in job.forms.items()}
-    near = {name: job.graphs.runnable(one) if isinstance(one, nn.Module) else one for name, one in near.items()}
-    plain = job.scorer.scores(forms)
-    job.scores = _scored(job, lambda: job.scorer.scores({**forms, **near}), plain) if near else plain
+    simulated = nearest_form(loaded, job.quantizer, job.model) if job.config.quantize else loaded
+    forms: dict[str, Runnable] = {name: job.graphs.runnable(form) for name, form in job.forms.items()}
+    simulated = {
+        name: job.graphs.runnable(one) if isinstance(one, nn.Module) else one for name, one in simulated.items()
+    }
+    without_engine = job.scorer.scores(forms)
+    job.scores = (
+        _scored(job, lambda: job.scorer.scores({**forms, **simulated}), without_engine) if simulated else without_engine
+    )
     if job.graphs.several:
-        with job.timer("compare what is written"):
-            job.agreement = job.graphs.agreement(job.samples, {**forms, **near})
+        with job.timer("compare the generated texts"):
+            job.agreement = job.graphs.agreement(job.samples, {**forms, **simulated})
 
 
 def compare_float(job: Job) -> None:
-    """Compare the float engine's worst output at any size with the float model's."""
+    """Compare the outputs of the float engine with the float model, and keep the lowest SQNR."""
     if not job.engines.runs_here:
         return
     with job.timer("compare the float engine"):
         try:
-            checks = _right(job, "float", job.model, job.tolerance(quantized=False))
+            checks = _checked_engine(job, "float", job.model, job.tolerance(quantized=False))
         except WrongEngineError as wrong:
             job.refused["float"] = str(wrong)
             job.float_engine_db = wrong.decibels
@@ -320,13 +328,13 @@ def compare_float(job: Job) -> None:
             job.timer.say(f"warning: the float engine: {error}")
             job.float_engine_db = NOTHING_DB
             return
-    decibels = [one.sqnr_db for of_graph in checks.values() for one in of_graph]
-    job.float_engine_db = min((one for one in decibels if one is not None), default=None)
+    decibels = [check.sqnr_db for of_graph in checks.values() for check in of_graph]
+    job.float_engine_db = min((check for check in decibels if check is not None), default=None)
 
 
-def _right(job: Job, name: str, model: nn.Module, bound: Tolerance) -> dict[str, tuple[OutputCheck, ...]]:
-    """Return the checks of an engine that is right, as it is or, from now on, for fixed sizes, by graph."""
-    graphs, found = job.graphs, {}
+def _checked_engine(job: Job, name: str, model: nn.Module, bound: Tolerance) -> dict[str, tuple[OutputCheck, ...]]:
+    """Return the output checks of a correct engine by graph; rebuild it for fixed sizes if necessary."""
+    graphs, checks_of_graph = job.graphs, {}
     modules, floats = graphs.checked_modules(model), graphs.checked_modules(job.model)
     for graph, engine in graphs.checked_as(job.engines.graphs_of(name)).items():
         rebuild = None if graphs.several else partial(job.engines.build_for, name)
@@ -339,14 +347,14 @@ def _right(job: Job, name: str, model: nn.Module, bound: Tolerance) -> dict[str,
             raise WrongEngineError(
                 f"{graph}: {wrong}", f"{graph}: {wrong.found}", wrong.decibels, wrong.checks
             ) from wrong
-        found[graph] = tuple(replace(one, output=_named(job, graph, one.output)) for one in right.checks)
+        checks_of_graph[graph] = tuple(replace(one, output=_named(job, graph, one.output)) for one in right.checks)
         if name == "engine":
             job.only_sizes = right.only_sizes
         if right.note is not None:
-            job.alone[name] = f"the {'engine' if name == 'engine' else 'float engine'} takes {right.note}"
+            job.alone[name] = f"the {'engine' if name == 'engine' else 'float engine'} accepts {right.note}"
             job.timer.say(f"warning: {job.alone[name]}")
     job.built = job.engines.built
-    return found
+    return checks_of_graph
 
 
 def _refuse(job: Job, why: str) -> None:
@@ -356,34 +364,34 @@ def _refuse(job: Job, why: str) -> None:
 
 
 def _scored(job: Job, take: Callable[[], Value], otherwise: Value) -> Value:
-    """Return what scores an engine; where that needs a size that it does not take alone, it is refused."""
+    """Return the score of an engine; if it needs a size that the engine does not accept, reject the engine."""
     try:
         return take()
     except EngineError as error:
         if "engine" not in job.alone:
             raise
-        _refuse(job, f"{job.alone.pop('engine')}, and its score needs others: {error}")
+        _refuse(job, f"{job.alone.pop('engine')}, but its score needs other sizes: {error}")
         return otherwise
 
 
 def benchmark(job: Job) -> None:
-    """Time the engines, interleaved, and measure their memory; the float engine of a refused one nobody runs alone."""
+    """Benchmark the engines in interleaved rounds, and measure their memory; skip a rejected engine."""
     loaded = {} if "engine" in job.refused else job.engines.load()
     if not loaded:
         return
     single = {name: job.engines.graphs_of(name) for name in loaded}
     context, config, name = job.context, job.config, job.engines.float_name
     if job.alone:
-        # An engine for some sizes alone has the usual one.
+        # A fixed-shape engine has a model for the usual size.
         config = config.model_copy(update={"report": config.report.model_copy(update={"latency_shapes": "usual"})})
     job.latencies = measure_latency(context, config, job.graphs, loaded, single, name, job.samples)
-    # Both engines are needed for a ratio.
+    # A ratio needs both engines.
     if config.quantize and not job.graphs.several:
         job.memory = measure_memory(context, config, job.built)
 
 
 def report(job: Job) -> RunRecord:
-    """Write what was asked for beside the engine, and the reports; return the record."""
+    """Write the serving files and the reports, and return the record."""
     record = record_of(job)
     for name in job.refused:
         for file in job.engines.files_of(name):
@@ -402,9 +410,9 @@ class Stage:
     """One step of a job.
 
     Attributes:
-        run: carries it out.
+        run: the function of the stage.
         names: yields the names of the lines that it prints, in order.
-        of_quantized: whether it is left out where nothing is quantized.
+        of_quantized: skip the stage if nothing is quantized.
     """
 
     run: Callable[[Job], None]
@@ -412,11 +420,11 @@ class Stage:
     of_quantized: bool = False
 
     def wanted(self, config: RunConfig) -> bool:
-        """Return whether a configuration asks for it."""
+        """Return whether a configuration needs the stage."""
         return config.quantize or not self.of_quantized
 
     def named(self) -> AbstractContextManager[None]:
-        """Return a context in which errors say that they came in this stage."""
+        """Return a context that adds the name of the stage to errors."""
         return named_in_errors(f"stage {self.run.__name__}")
 
 
@@ -430,7 +438,7 @@ def _calibrates(of: Outline) -> Iterator[str]:
     if of.config.data.head is not None:
         yield "fit the head on float embeddings"
     if of.config.quantize:
-        yield from (*(("write what calibrates",) if of.writes else ()), "calibrate")
+        yield from (*(("generate calibration texts",) if of.writes else ()), "calibrate")
 
 
 def _chooses(of: Outline) -> Iterator[str]:
@@ -440,7 +448,7 @@ def _chooses(of: Outline) -> Iterator[str]:
 
 def _times_groups(of: Outline) -> Iterator[str]:
     if of.here and not of.writes:
-        yield from ("quantize", *(() if of.chooses else ("export", "build the engines")), "time the groups")
+        yield from ("quantize", *(() if of.chooses else ("export", "build the engines")), "measure latency costs")
 
 
 def _falls_back(of: Outline) -> Iterator[str]:
@@ -452,16 +460,16 @@ def _falls_back(of: Outline) -> Iterator[str]:
 
 def _builds(of: Outline) -> Iterator[str]:
     if of.config.qat is not None:
-        yield "train with rounded operands"
+        yield "train (QAT)"
     if of.config.quantize:
         yield "quantize"
     if of.changed or not of.here or ((of.writes or not of.config.quantize) and not of.chooses):
         yield from ("export", "build the engines")
     yield "compare the outputs"
     if of.searches and of.here and of.config.qat is None:
-        yield CHECK_BY_FUNCTION if of.by_function else CHECK_ON_SAMPLES
+        yield CHECK_BY_FUNCTION if of.by_function else CHECK_ON_ROWS
     if of.config.fallback is not None and of.config.fallback.min_speedup is not None and of.here:
-        yield "time the engine against its goal"
+        yield "check the speed goal"
 
 
 def _scores_models(of: Outline) -> Iterator[str]:
@@ -479,7 +487,7 @@ def _scores_engine(of: Outline) -> Iterator[str]:
     if of.scored and of.here and (of.changed or not of.chooses):
         yield "score the engine"
     if of.writes:
-        yield "compare what is written"
+        yield "compare the generated texts"
 
 
 def _compares_float(of: Outline) -> Iterator[str]:
@@ -491,7 +499,7 @@ def _benchmarks(of: Outline) -> Iterator[str]:
     if of.here:
         yield "measure latency"
     if of.here and of.writes:
-        yield "measure the parts"
+        yield "measure the graphs"
     if of.here and of.config.quantize and not of.writes:
         yield "measure memory"
 
@@ -510,7 +518,7 @@ TOGETHER = (
     Stage(build, _builds),
     Stage(score_models, _scores_models),
 )
-"""The stages that all processes carry out."""
+"""The stages that all processes run."""
 
 ALONE = (
     Stage(inspect, _inspects),
@@ -518,7 +526,7 @@ ALONE = (
     Stage(compare_float, _compares_float, of_quantized=True),
     Stage(benchmark, _benchmarks),
 )
-"""Those of the first process; the report comes last."""
+"""The stages that only the first process runs, before the report."""
 
 
 def stage_names(of: Outline) -> Iterator[str]:

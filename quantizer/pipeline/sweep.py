@@ -1,24 +1,11 @@
-"""``quantizer sweep``: many runs in one folder, in processes of their own.
+"""Sweeps: many runs in one folder, and their comparison.
 
-``python -m quantizer.pipeline.sweep`` is one of these processes. It reads one JSON document, and writes a line
-of JSON for each run. What libraries print goes to stderr.
+All runs are checked first. Then they run in this process, in several processes, or as Slurm jobs. A failed run does not
+stop the others. Runs of one model share the loaded model, float scores and calibrations. The diagnosis of a run, its
+longest stage, follows after its folder is complete, so that a kill only loses the diagnosis.
 
-Causes and fixes of a run whose folder is complete without them.
-
-They are the longest stage of a run and the only one that changes nothing else in its folder. A sweep looks for them
-when the folder is in its place, so that a kill costs the causes alone.
-
-One run of a sweep: whether it is done already, and carrying it out so that its failure leaves the others.
-
-The time that a sweep still takes, told by the runs that it has carried out.
-
-Runs of a sweep in several processes, each of which shares what its own runs have in common.
-
-Runs of a sweep as jobs of a cluster, which submitit hands to Slurm, or on this machine where there is none.
-
-Checks of a sweep before its first run: what a later run lacks is told before the hours that come before it.
-
-A sweep: its runs into folders below one, and their comparison at the end.
+``python -m quantizer.pipeline.sweep`` is one of these processes. It reads a JSON document from stdin, and writes one
+line of JSON per run to stdout. Output of libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -46,12 +33,12 @@ from quantizer.config import RunConfig, dump_yaml
 from quantizer.config.sweep import SweepRun
 from quantizer.errors import ConfigError, MissingDependencyError, QuantizerError
 from quantizer.pipeline.compare_outputs import refusal
-from quantizer.pipeline.faults import Looks, require_package
 from quantizer.pipeline.job import QUANTIZER
 from quantizer.pipeline.latency_fallback import missed_speed
 from quantizer.pipeline.load_workload import LoadedWork, needs, shared_work
 from quantizer.pipeline.make_record import write_reports
 from quantizer.pipeline.preflight import ready_to_run
+from quantizer.pipeline.preflight_checks import ReadCache, require_package
 from quantizer.pipeline.progress import StageTimer, rounded_time
 from quantizer.pipeline.resume import ResumeFiles, resume_files
 from quantizer.pipeline.run import RUN, carry_out
@@ -72,8 +59,8 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Carry out the runs; 0 also where it was ended, which the process that started this one says."""
-    # Ctrl-C reaches all processes of a terminal; the one that started this one ends it.
+    """Carry out the runs of one process, and return the exit code; 0 also after SIGTERM, which the parent reports."""
+    # Ctrl-C reaches all processes of a terminal; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
     try:
@@ -86,7 +73,7 @@ def main() -> int:
 
 
 def plain_config(config: RunConfig) -> dict[str, Any]:
-    """Return a configuration as plain values; ``config_of`` makes an equal one of them, of the same fields set."""
+    """Return a configuration as plain values; ``config_of`` restores it, including which fields are set."""
     return config.model_dump(mode="json", exclude_unset=True)
 
 
@@ -97,8 +84,8 @@ def config_of(plain: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(plain)
 
 
-def _carry_out(asked: dict[str, Any], out: TextIO) -> None:
-    # Imported here, so that a signal in the seconds that these imports take ends the process quietly.
+def _carry_out(request: dict[str, Any], out: TextIO) -> None:
+    # Imported here, so that a signal during these slow imports ends the process quietly.
     from dataclasses import asdict
     from pathlib import Path
 
@@ -106,9 +93,9 @@ def _carry_out(asked: dict[str, Any], out: TextIO) -> None:
 
     from quantizer.config.sweep import SweepRun
 
-    torch.set_num_threads(asked["threads"])
-    runs = [SweepRun(name, config_of(plain)) for name, plain in asked["runs"]]
-    for outcome in logged_runs(runs, Path(asked["folder"]), asked["force"]):
+    torch.set_num_threads(request["threads"])
+    runs = [SweepRun(name, config_of(plain)) for name, plain in request["runs"]]
+    for outcome in logged_runs(runs, Path(request["folder"]), request["force"]):
         print(json.dumps(asdict(outcome)), file=out, flush=True)
 
 
@@ -118,11 +105,11 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 LOGS = "logs"
-"""The folder with what the processes print, a file for each run."""
+"""The folder with the output of the runs, one file each."""
 
 
 def logged_runs(runs: Sequence[SweepRun], folder: Path, force: bool) -> Iterator[Outcome]:
-    """Carry out runs one after the other in this process, and yield what became of each; all it prints is logged."""
+    """Carry out runs one after the other in this process, log their output, and yield their outcomes."""
     with shared_work(folder) as shared:
         for run in runs:
             with (folder / LOGS / f"{run.name}.log").open("w", encoding="utf-8") as log:
@@ -130,17 +117,17 @@ def logged_runs(runs: Sequence[SweepRun], folder: Path, force: bool) -> Iterator
 
 
 def lacks_diagnosis(record: RunRecord, config: RunConfig) -> bool:
-    """Return whether a run of a sweep still needs its causes: among many runs the usable ones need no fix."""
-    looked = record.diagnosis_error is not None or any(stage.name == DIAGNOSE for stage in record.stages)
-    return not looked and wants_diagnosis(config) and verdict_of(record).level != USABLE
+    """Return whether a run of a sweep still needs a diagnosis; usable runs need none."""
+    is_diagnosed = record.diagnosis_error is not None or any(stage.name == DIAGNOSE for stage in record.stages)
+    return not is_diagnosed and wants_diagnosis(config) and verdict_of(record).level != USABLE
 
 
 def diagnosed(record: RunRecord, config: RunConfig, folder: Path, shared: LoadedWork, console: Console) -> RunRecord:
-    """Look for the causes of a run, and write its reports anew with them; return its record."""
+    """Diagnose a finished run, rewrite its reports, and return its record."""
     timer = StageTimer(console)
-    with resume_files(folder, searches=False, trains=False) as kept:
+    with resume_files(folder, searches=False, trains=False) as resume:
         with nullcontext() if shared.has(config) else timer("load model and data"):
-            work = shared.load(config, timer, kept, folder)
+            work = shared.load(config, timer, resume, folder)
         quantizer = Quantizer.load(folder / QUANTIZER)
         batches = work.graphs.calibration(work.context.feed.batches(work.examples.calibration))
         record = with_diagnosis(record, work.context, config, quantizer, batches)
@@ -149,18 +136,18 @@ def diagnosed(record: RunRecord, config: RunConfig, folder: Path, shared: Loaded
     return record
 
 
-_ASKED = "asked.yaml"
-"""The configuration of a run before anything was chosen in it, by which the same sweep knows its run again."""
+_CONFIG_FILE = "asked.yaml"
+"""The file with the unresolved configuration of a run, by which a repeated sweep recognizes it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run.
+    """The outcome of a run.
 
     Attributes:
-        name: its name.
-        error: why it failed; None: its folder is complete.
-        is_there: whether its folder is complete all the same, but for the causes.
+        name: the name of the run.
+        error: the reason of a failure; None on success.
+        is_there: the folder is complete although the diagnosis failed.
     """
 
     name: str
@@ -169,48 +156,48 @@ class Outcome:
 
 
 def is_done(run: SweepRun, folder: Path) -> bool:
-    """Return whether the folder of the sweep holds this run, complete and of the same configuration."""
+    """Return whether the folder of the sweep contains this run, complete and with the same configuration."""
     place = folder / run.name
     restore_folder(place)
     if not place.exists():
         return False
-    marker, asked = read_marker(place), place / _ASKED
-    if marker is not None and marker.kind == RUN and asked.is_file():
-        if asked.read_text(encoding="utf-8") == _asked(run):
+    marker, config_file = read_marker(place), place / _CONFIG_FILE
+    if marker is not None and marker.kind == RUN and config_file.is_file():
+        if config_file.read_text(encoding="utf-8") == _config_text(run):
             return True
-        what = "holds a run of another configuration"
+        problem = "contains a run of another configuration"
     else:
-        what = "is no run of this sweep"
-    raise QuantizerError(f"{place} {what}; choose another folder by --output, or replace its runs by --force")
+        problem = "is not a run of this sweep"
+    raise QuantizerError(f"{place} {problem}; choose another folder with --output, or replace its runs with --force")
 
 
 def lacks_only_diagnosis(run: SweepRun, folder: Path) -> bool:
-    """Return whether a run that is done still needs its causes; False for one that cannot be read."""
+    """Return whether a finished run still needs a diagnosis; False if its report cannot be read."""
     try:
         return lacks_diagnosis(read_record(folder / run.name / "report.json"), run.config)
     except QuantizerError:
-        # The comparison says so.
+        # The comparison reports this.
         return False
 
 
 def carry_out_one(run: SweepRun, folder: Path, force: bool, shared: LoadedWork, console: Console) -> Outcome:
-    """Carry out one run into its folder below ``folder``; whatever it fails of is in what is returned.
+    """Carry out one run of a sweep, and return its outcome, including any error.
 
-    Of a run that is done only the causes are looked for, if it lacks them.
+    A finished run is only diagnosed, if necessary.
     """
     start, place, is_there = time.perf_counter(), folder / run.name, False
 
     def load(timer: StageTimer, kept: ResumeFiles, target: Path) -> Workload:
-        (target / _ASKED).write_text(_asked(run), encoding="utf-8")
+        (target / _CONFIG_FILE).write_text(_config_text(run), encoding="utf-8")
         return shared.load(run.config, timer, kept, target)
 
     try:
         if force or not is_done(run, folder):
-            made = carry_out(run.config, place, force, console, load)
-            assert made is not None  # A sweep is of one process.
-            record = made
+            finished = carry_out(run.config, place, force, console, load)
+            assert finished is not None  # A sweep runs in one process.
+            record = finished
         else:
-            console.print(f"{run.name}: only its causes are left", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{run.name}: only the diagnosis is missing", markup=False, highlight=False, soft_wrap=True)
             record = read_record(place / "report.json")
         is_there = True
         if lacks_diagnosis(record, run.config):
@@ -226,13 +213,13 @@ def carry_out_one(run: SweepRun, folder: Path, force: bool, shared: LoadedWork, 
     return Outcome(run.name, None)
 
 
-def _asked(run: SweepRun) -> str:
+def _config_text(run: SweepRun) -> str:
     config: RunConfig = run.config.model_copy(update={"output": run.name})
     return dump_yaml(config)
 
 
 class Pace:
-    """The pace of runs that follow one another: the first of a model makes what the others take from it."""
+    """Estimator of the remaining time of consecutive runs; the first run of a model takes longer than the others."""
 
     def __init__(self, runs: Sequence[SweepRun]) -> None:
         models = [needs(run.config) for run in runs]
@@ -240,39 +227,39 @@ class Pace:
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def add(self, place: int, seconds: float) -> None:
-        """Note what the run at a place, from 0, took."""
+        """Note the duration of a run, by its index."""
         self._seconds[self._first[place]].append(seconds)
 
     def left(self, place: int) -> str:
-        """Return the time until the end in words, as the run at a place begins; empty where nothing is known."""
+        """Return the remaining time in words when the run of this index begins; empty if unknown."""
         known = {first: sum(taken) / len(taken) for first, taken in self._seconds.items() if taken}
         if not known:
             return ""
         ahead = self._first[place:]
         words = rounded_time(sum(known.get(first, max(known.values())) for first in ahead))
-        # Nothing is known yet of a run that takes something from another one.
-        most = "at most " if False in ahead and False not in known else ""
-        return f"{most}about {words} left in all" if words else ""
+        # Runs that share work with an earlier one are faster, but none has finished yet.
+        bound = "at most " if False in ahead and False not in known else ""
+        return f"{bound}about {words} left" if words else ""
 
 
 def time_left(done: int, count: int, seconds: float) -> str:
-    """Return the time until the end of runs in several processes, in words; empty where nothing is known.
+    """Return the remaining time of runs in several processes in words; empty if unknown.
 
     Args:
-        done: how many runs have ended.
-        count: how many there are.
-        seconds: the time since they began.
+        done: the number of finished runs.
+        count: the number of all runs.
+        seconds: the elapsed time in seconds.
     """
     words = rounded_time(seconds / done * (count - done)) if done else ""
-    return f"about {words} left in all" if words else ""
+    return f"about {words} left" if words else ""
 
 
 def in_processes(
     runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, tell: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Carry out runs in ``jobs`` processes, neighbours in the same one, and return what became of them.
+    """Carry out runs in ``jobs`` processes, neighbours in the same process, and return their outcomes.
 
-    A process that ends, as the system ends one without memory, fails the run that it was at; another one goes on.
+    If a process dies, for example without memory, its current run fails and a new process continues with the others.
     """
     done: queue.Queue[Outcome] = queue.Queue()
     workers = [_Worker(part, folder, force, jobs, done) for part in parts_of(runs, jobs)]
@@ -290,14 +277,14 @@ def in_processes(
 
 
 def parts_of(runs: Sequence[SweepRun], jobs: int) -> list[Sequence[SweepRun]]:
-    """Return runs in at most ``jobs`` parts of about equal size, neighbours together."""
+    """Split runs into at most ``jobs`` parts of about equal size, neighbours together."""
     jobs = min(jobs, len(runs))
     bounds = [len(runs) * job // jobs for job in range(jobs + 1)]
     return [runs[low:high] for low, high in pairwise(bounds)]
 
 
 class _Worker(threading.Thread):
-    """A process for some of the runs, and the thread that waits for it."""
+    """A process for some of the runs, and the thread waiting for it."""
 
     def __init__(
         self, runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, done: queue.Queue[Outcome]
@@ -311,11 +298,11 @@ class _Worker(threading.Thread):
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
-        """Start a process, and another one for the rest if it ends before its time."""
+        """Start a process, and restart it for the remaining runs if it dies."""
         try:
             self._carry_out()
         except (OSError, RuntimeError, ValueError) as error:
-            # Whoever waits for the outcomes would wait for ever.
+            # Without outcomes, the main thread would wait forever.
             for run in self._runs:
                 self._done.put(Outcome(run.name, f"{type(error).__name__}: {error}"))
 
@@ -333,7 +320,7 @@ class _Worker(threading.Thread):
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        # A process that ends at once closes the pipe; its exit code says more.
+        # If the process dies at once, the pipe closes; its exit code says more.
         with suppress(BrokenPipeError), process.stdin as its:
             runs = [(run.name, plain_config(run.config)) for run in self._runs]
             its.write(json.dumps({"runs": runs, **self._given}).encode())
@@ -345,7 +332,7 @@ class _Worker(threading.Thread):
                 code = process.wait()
                 if self._stopped:
                     return
-                outcome = Outcome(self._runs[0].name, f"its process ended with exit code {code}, see its log")
+                outcome = Outcome(self._runs[0].name, f"the process ended with exit code {code}; see its log")
                 self._runs.pop(0)
                 self._done.put(outcome)
                 return
@@ -353,7 +340,7 @@ class _Worker(threading.Thread):
             self._done.put(outcome)
 
     def stop(self) -> None:
-        """End the process, which removes what it has not completed."""
+        """End the process, which removes its incomplete folder."""
         self._stopped = True
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
@@ -361,11 +348,11 @@ class _Worker(threading.Thread):
 
 
 _MINUTES = 24 * 60
-"""The limit of a job where ``SBATCH_TIMELIMIT`` names none: submitit's own would end it after five minutes."""
+"""Time limit of a job in minutes without ``SBATCH_TIMELIMIT``; submitit's default is five minutes."""
 
 
 def require_launcher() -> Any:
-    """Return submitit."""
+    """Return the module submitit."""
     try:
         return importlib.import_module("submitit")
     except ModuleNotFoundError as error:
@@ -375,10 +362,10 @@ def require_launcher() -> Any:
 def in_jobs(
     runs: Sequence[SweepRun], folder: Path, force: bool, jobs: int, tell: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Carry out runs in ``jobs`` jobs, neighbours in the same one, and return what became of them.
+    """Carry out runs in ``jobs`` jobs, neighbours in the same job, and return their outcomes.
 
-    Slurm takes partition, account and the like from its own variables, such as ``SBATCH_PARTITION``. A job that ends
-    before its time, as one does at its limit, fails its runs that are not complete. Ctrl-C cancels all jobs.
+    Slurm reads partition, account and the like from its own variables, such as ``SBATCH_PARTITION``. If a job ends
+    early, for example at its time limit, its incomplete runs fail. Ctrl-C cancels all jobs.
     """
     submitit = require_launcher()
     executor = submitit.AutoExecutor(folder / LOGS)
@@ -389,26 +376,26 @@ def in_jobs(
     else:
         executor.update_parameters(timeout_min=_MINUTES)
     threads = None if on_cluster else max(1, (os.cpu_count() or 1) // len(parts))
-    given = {}
+    runs_of_job = {}
     outcomes: list[Outcome] = []
     try:
-        # Its jobs are started by "python -m", and inherit the environment, on a cluster too.
+        # submitit starts jobs with "python -m", which inherit the environment, also on a cluster.
         with safe_children():
             for part in parts:
-                given[executor.submit(_work, part, folder, force, threads)] = part
-        for job in submitit.helpers.as_completed(list(given)):
-            for outcome in outcomes_of(job, given[job], folder):
+                runs_of_job[executor.submit(_work, part, folder, force, threads)] = part
+        for job in submitit.helpers.as_completed(list(runs_of_job)):
+            for outcome in outcomes_of(job, runs_of_job[job], folder):
                 outcomes.append(outcome)
                 tell(outcome)
     except BaseException:
-        for job in given:
+        for job in runs_of_job:
             job.cancel()
         raise
     return outcomes
 
 
 def _work(runs: Sequence[SweepRun], folder: Path, force: bool, threads: int | None) -> list[Outcome]:
-    """Carry out runs in a job, where the folder has the same path."""
+    """Carry out runs in a job, which sees the folder at the same path."""
     import torch
 
     if threads is not None:
@@ -417,28 +404,27 @@ def _work(runs: Sequence[SweepRun], folder: Path, force: bool, threads: int | No
 
 
 def outcomes_of(job: Any, runs: Sequence[SweepRun], folder: Path) -> list[Outcome]:
-    """Return what became of the runs of a job that has ended."""
+    """Return the outcomes of the runs of a finished job."""
     error = job.exception()
     if error is None:
         outcomes: list[Outcome] = job.result()
         return outcomes
     last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-    text = f"its job {job.job_id} ended: {last[0]}; see {job.paths.stderr}"
+    text = f"job {job.job_id} ended: {last[0]}; see {job.paths.stderr}"
     return [Outcome(run.name, None if is_done(run, folder) else text) for run in runs]
 
 
 _ESTIMATES = 4
-"""How many runs are estimated: an estimate takes longer than all other checks of a run."""
+"""Maximum number of estimates, because an estimate takes longer than all other checks of a run."""
 
 
 @dataclass(frozen=True)
 class SweepReady:
-    """A sweep of which one run at least can start.
+    """A sweep of which at least one run can start.
 
     Attributes:
-        notes: what is worth knowing before it does, with an estimate of one run alone for each of the first
-            models and rows.
-        faults: why runs cannot start, by their names.
+        notes: notes for the user, with estimates of single runs for the first models and data sets.
+        faults: the reasons why runs cannot start, by name.
     """
 
     notes: tuple[str, ...]
@@ -446,16 +432,16 @@ class SweepReady:
 
 
 def ready_to_sweep(runs: Sequence[SweepRun]) -> SweepReady:
-    """Check all that each run needs besides its loaded model."""
+    """Check everything that each run needs except its loaded model."""
     notes: dict[str, None] = {}
     estimated: set[str] = set()
     faults: dict[str, str] = {}
-    looks = Looks()
+    cache = ReadCache()
     for run in runs:
         estimates = len(estimated) < _ESTIMATES and needs(run.config) not in estimated
         folder = Path(run.config.output).absolute()
         try:
-            ready = ready_to_run(run.config, folder, RUN, force=True, looks=looks, estimated=estimates)
+            ready = ready_to_run(run.config, folder, RUN, force=True, cache=cache, estimated=estimates)
         except QuantizerError as error:
             faults[run.name] = str(error)
             continue
@@ -469,7 +455,7 @@ def ready_to_sweep(runs: Sequence[SweepRun]) -> SweepReady:
 
 
 COMPARISON, TABLE = "comparison.html", "comparison.csv"
-"""The page and the figures, in the folder of the sweep."""
+"""File names of the comparison in the folder of the sweep."""
 
 
 def carry_out_sweep(
@@ -481,26 +467,25 @@ def carry_out_sweep(
     jobs: int = 1,
     launcher: str | None = None,
 ) -> Comparison:
-    """Carry out the runs of a sweep, and return their comparison, which lies in the folder too.
+    """Carry out the runs of a sweep, and return their comparison, which is also written to the folder.
 
-    A run whose folder is complete, of the same configuration, is left as it is, or gets the causes that it lacks; the
-    others are carried out one after the other. The runs of one model and its samples follow one another, and these are
-    loaded, scored and calibrated on once.
+    Complete runs with the same configuration are kept, and diagnosed if necessary. Runs with the same model and data
+    are carried out together, so that these are loaded, scored and calibrated once.
     """
     folder = folder.absolute()
     _check(runs, folder)
     if launcher is not None:
         require_launcher()
-    kept = [] if force else _complete(runs, folder)
-    names = {run.name for run in kept}
+    complete_runs = [] if force else _complete(runs, folder)
+    names = {run.name for run in complete_runs}
     ready = ready_to_sweep([run for run in runs if run.name not in names])
     todo = _neighbours([run for run in runs if run.name not in names and run.name not in ready.faults])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise QuantizerError(f"{folder} cannot be written: {error.strerror}; choose another folder") from error
-    if kept:
-        console.print(f"{len(kept)} of {len(runs)} runs are complete in {folder} and stay", highlight=False)
+    if complete_runs:
+        console.print(f"{len(complete_runs)} of {len(runs)} runs in {folder} are already complete", highlight=False)
     for line in ready.notes:
         console.print(line, markup=False, highlight=False)
     for name, fault in ready.faults.items():
@@ -508,39 +493,43 @@ def carry_out_sweep(
     try:
         outcomes = _carried_out(todo, folder, force, jobs, launcher, console)
     except KeyboardInterrupt as stop:
-        raise type(stop)(f"{_progress(runs, folder)}; the same command goes on with the others") from stop
+        raise type(stop)(f"{_progress(runs, folder)}; run the same command again to continue") from stop
     ended = {outcome.name: outcome for outcome in outcomes}
     ended |= {name: Outcome(name, fault) for name, fault in ready.faults.items()}
-    found = compare([_compared(run, folder, ended.get(run.name, Outcome(run.name, None))) for run in runs])
-    write_comparison(found, folder / COMPARISON, folder / TABLE, folder.name)
-    return found
+    comparison = compare([_compared(run, folder, ended.get(run.name, Outcome(run.name, None))) for run in runs])
+    write_comparison(comparison, folder / COMPARISON, folder / TABLE, folder.name)
+    return comparison
 
 
 def _check(runs: Sequence[SweepRun], folder: Path) -> None:
-    """Raise for what would come after the first run otherwise."""
+    """Raise errors that would otherwise appear after the first run."""
     marker = read_marker(folder) if folder.is_dir() else None
     if marker is not None:
-        raise QuantizerError(f"{folder} holds a {marker.kind}, and a sweep has its own folder: name it by --output")
+        raise QuantizerError(
+            f"{folder} contains a {marker.kind}, but a sweep needs its own folder; choose one with --output"
+        )
     for tracker in {run.config.report.track for run in runs} - {None}:
         require_package(str(tracker), str(tracker))
     if any("json" not in run.config.report.formats for run in runs):
-        raise ConfigError(["report.formats: json is missing; expected it in every run of a sweep, which compares them"])
+        raise ConfigError(
+            ["report.formats: json is missing; expected it in every run of a sweep, because the comparison reads it"]
+        )
 
 
 def _complete(runs: Sequence[SweepRun], folder: Path) -> list[SweepRun]:
-    """Return the runs of which nothing is left to do."""
+    """Return the runs that need no more work."""
     return [run for run in runs if is_done(run, folder) and not lacks_only_diagnosis(run, folder)]
 
 
 def _progress(runs: Sequence[SweepRun], folder: Path) -> str:
-    """Return how many runs are complete, in words."""
-    there, complete = sum(is_done(run, folder) for run in runs), len(_complete(runs, folder))
-    rest = f", {there - complete} more but for the causes" if there > complete else ""
-    return f"{complete} of {text.counted(len(runs), 'run')} complete{rest}, in {folder}"
+    """Return the number of complete runs in words."""
+    done, complete = sum(is_done(run, folder) for run in runs), len(_complete(runs, folder))
+    undiagnosed = f", {done - complete} more except for the diagnosis" if done > complete else ""
+    return f"{complete} of {text.counted(len(runs), 'run')} complete{undiagnosed}, in {folder}"
 
 
 def _neighbours(runs: Sequence[SweepRun]) -> list[SweepRun]:
-    """Return the runs with those of one model and its samples beside each other."""
+    """Return the runs sorted so that those with the same model and data are adjacent."""
     order: dict[str, int] = {}
     for run in runs:
         order.setdefault(needs(run.config), len(order))
@@ -563,7 +552,7 @@ def _carried_out(
             nonlocal ended
             ended += 1
             what = "done" if outcome.error is None else f"failed: {outcome.error}"
-            # Jobs of a cluster tell all their runs at once.
+            # Cluster jobs report all their runs at once.
             left = time_left(ended, len(runs), time.perf_counter() - start) if launcher is None else ""
             console.print(
                 ", ".join(filter(None, [f"{outcome.name}: {what}", f"{ended} of {len(runs)}", left])),
@@ -577,7 +566,7 @@ def _carried_out(
 
 
 def _one_by_one(runs: Sequence[SweepRun], folder: Path, force: bool, console: Console) -> list[Outcome]:
-    """Carry out runs in this process, each begun with its number and the time that is left for all."""
+    """Carry out runs in this process; print the number and the remaining time before each."""
     outcomes: list[Outcome] = []
     pace = Pace(runs)
     with shared_work(folder) as shared:
@@ -586,7 +575,7 @@ def _one_by_one(runs: Sequence[SweepRun], folder: Path, force: bool, console: Co
             console.print(", ".join(filter(None, words)), markup=False, highlight=False, soft_wrap=True)
             start, resumes = time.perf_counter(), not force and is_done(run, folder)
             outcomes.append(carry_out_one(run, folder, force, shared, console))
-            # A failure, and causes alone, tell nothing of the others.
+            # Failed runs and diagnoses say nothing about the duration of the others.
             if outcomes[-1].error is None and not resumes:
                 pace.add(place, time.perf_counter() - start)
     return outcomes
@@ -597,14 +586,14 @@ def _compared(run: SweepRun, folder: Path, outcome: Outcome) -> ComparedRun:
     if outcome.error is not None and not outcome.is_there:
         return failed_run(run.name, place, _plain(run.config), outcome.error)
     try:
-        found = read_run(place, run.name)
+        compared_run = read_run(place, run.name)
     except QuantizerError as unreadable:
         return failed_run(run.name, place, _plain(run.config), str(unreadable))
-    record = found.record
+    record = compared_run.record
     refused = None if record is None or record.engine_refused is None else refusal(record.engine_refused)
     missed = None if record is None else missed_speed(record.latency_fallback)
     wrong = "; ".join(filter(None, [outcome.error, refused, missed]))
-    return found.with_error(wrong) if wrong else found
+    return compared_run.with_error(wrong) if wrong else compared_run
 
 
 def _plain(config: RunConfig) -> dict[str, object]:

@@ -1,10 +1,7 @@
-"""The latency costs of a plan's groups: an engine of the plan and one of the float model, timed layer by layer.
+"""Latency costs of precision groups, measured in an engine of the plan and an engine of the float model.
 
-A checksum of all in an ONNX file that decides how long its engine takes: operators, shapes and types, no weights.
-
-The stage that times the groups of a plan by measured time, and finds those that low precision makes slower.
-
-``quantizer.measure_latency_costs`` returns the latency costs of the groups of a ``Quantizer``.
+``quantizer.measure_latency_costs`` returns them; ``GroupTimer`` measures them in a run. Times are cached by a checksum
+of everything in an ONNX file that affects latency: operators, shapes and types, but not weights.
 """
 
 from __future__ import annotations
@@ -46,18 +43,18 @@ from quantizer.utils.sizes import DataSizes
 
 _ROUNDS, _SECONDS = 15, 20.0
 _RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 10.0
-"""Runs of which a layer's time is the median: so many, or those that take so long, but never fewer than that."""
+"""Number of runs for the median time of a layer, its minimum, and a time limit in seconds."""
 
 _MEASUREMENTS, _MEASUREMENTS_S = 2, 20.0
-"""Measurements of which a layer's time is the lower one; none is begun after so long."""
+"""Number of measurements, of which the lower one counts, and the seconds after which no other begins."""
 
 _LEAST_GAIN = 1.02
-"""A plan with groups kept in float for the time is taken from this gain on, measured as a whole."""
+"""Minimum measured speed-up of a plan that keeps groups in float for latency."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFiles:
-    """An engine and the file that it was built from."""
+    """An engine file and its ONNX file."""
 
     onnx: Path
     engine: Path
@@ -65,13 +62,13 @@ class EngineFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Conditions in which engines are timed.
+    """Conditions of latency measurements.
 
     Attributes:
-        backend: their backend.
-        threads: the threads.
-        options: the options of their build, in words.
-        sizes: of the inputs.
+        backend: the backend of the engines.
+        threads: the number of CPU threads.
+        options: the build options as text.
+        sizes: the sizes of the inputs.
     """
 
     backend: str
@@ -79,8 +76,8 @@ class Timing:
     threads: int
     options: str = ""
 
-    def said(self, onnx: Path) -> str:
-        """Return the conditions of engines that were built of such a file, in words."""
+    def words(self, onnx: Path) -> str:
+        """Return the conditions in words."""
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         shape = self.sizes.words(input_dimensions(onnx).values())
         return f"{self.backend}, {shape}, {threads}"
@@ -91,49 +88,46 @@ class Timing:
     def of_places(
         self, engines: Mapping[str, EngineFiles], places: Collection[str], latencies: Mapping[str, float]
     ) -> dict[str, dict[str, float]]:
-        """Return the time of each place in each engine, in microseconds, the lower of two measurements.
+        """Return the time of each place in each engine in microseconds: the lower of two interleaved measurements.
 
-        The engines take turns. What else runs on the machine makes layers slower, and seldom the same ones twice. Where
-        the first measurement takes long, there is no second.
+        Other load on the machine slows layers down, but seldom the same ones twice. If the first measurement takes
+        long, the second one is skipped.
 
         Args:
             engines: the engines by name.
-            places: the places.
-            latencies: what each engine takes as a whole, in microseconds.
+            places: the places, module paths of the model.
+            latencies: the total latency of each engine in microseconds.
         """
-        found: dict[str, dict[str, float]] = {}
+        lowest: dict[str, dict[str, float]] = {}
         begin = time.perf_counter()
         for number in range(_MEASUREMENTS):
             if number > 0 and time.perf_counter() - begin > _MEASUREMENTS_S:
                 break
             for name, files in engines.items():
                 runs = max(_FEWEST_RUNS, min(_RUNS, int(1e6 * _RUNS_S / latencies[name])))
-                seen = inspect_engine(
+                inspection = inspect_engine(
                     self.backend,
                     files.engine,
                     threads=self.threads,
                     sizes=self.sizes,
                     runs=runs,
                 )
-                times = place_times(seen, places, product_names(files.onnx))
-                found[name] = {place: min(spent, found.get(name, times)[place]) for place, spent in times.items()}
-        return found
+                times = place_times(inspection, places, product_names(files.onnx))
+                lowest[name] = {place: min(spent, lowest.get(name, times)[place]) for place, spent in times.items()}
+        return lowest
 
     def latencies(self, paths: Mapping[str, Path]) -> dict[str, float]:
-        """Return the median latency of each engine in microseconds, all interleaved, on made-up inputs."""
+        """Return the median latency of each engine in microseconds, interleaved, on generated inputs."""
         engines = {name: self.load(path) for name, path in paths.items()}
         calls = {name: partial(engine, working_inputs(engine, self.sizes)) for name, engine in engines.items()}
-        taken = medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS))
-        return {name: 1e6 * seconds for name, seconds in taken.items()}
+        seconds_of = medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS))
+        return {name: 1e6 * seconds for name, seconds in seconds_of.items()}
 
 
 def time_groups_of(
     plan: Plan, quantized: nn.Module, low: EngineFiles, plain: EngineFiles, timing: Timing, times: Store
 ) -> LatencyCosts | None:
-    """Return what each group of a plan takes in low precision and in float, in engines of this machine.
-
-    None: the library tells no times of layers.
-    """
+    """Return the latency costs of a plan's groups; None if the library does not report layer times."""
     hosts = {site.path: site.host_path for site in sites_of(quantized)}
 
     def take() -> dict[str, Any]:
@@ -141,11 +135,11 @@ def time_groups_of(
         spent = timing.of_places({"low": low, "plain": plain}, sorted(set(hosts.values())), latency)
         return {"low_us": latency["low"], "float_us": latency["plain"], **spent}
 
-    found = times.get(_key("times", low, plain, timing), take)
-    if not sum(found["low"].values()) or not sum(found["plain"].values()):
+    measured = times.get(_key("times", low, plain, timing), take)
+    if not sum(measured["low"].values()) or not sum(measured["plain"].values()):
         return None
-    in_all = {"low_us": found["low_us"], "float_us": found["float_us"], "where": timing.said(plain.onnx)}
-    return latency_costs_from_layers(plan, hosts, found["low"], found["plain"], **in_all)
+    totals = {"low_us": measured["low_us"], "float_us": measured["float_us"], "where": timing.words(plain.onnx)}
+    return latency_costs_from_layers(plan, hosts, measured["low"], measured["plain"], **totals)
 
 
 def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
@@ -155,35 +149,36 @@ def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
 
 
 def _key(what: str, low: EngineFiles, plain: EngineFiles, timing: Timing) -> list[str]:
-    """Return all that times depend on: the structure of the files, machine, libraries, shape and options."""
+    """Return everything that latencies depend on: file structure, machine, libraries, shape and options."""
     machine, versions = collect_machine(), collect_versions()
     structures = (structure_digest(files.onnx) for files in (low, plain))
     return [what, repr(timing), json.dumps([machine, versions], sort_keys=True), *structures]
 
 
 _SMALL = 64
-"""Whole numbers up to so many are axes and shapes, whose values count."""
+"""Maximum size of integer constants that are axes or shapes, whose values matter."""
 
 
 def structure_digest(path: Path) -> str:
-    """Return a checksum that two files share if they differ in the values of weights and scales alone.
+    """Return a checksum of an ONNX file that ignores the values of weights and scales.
 
-    Which scales are equal counts, since engines fuse what has one scale; so does whether a zero point is zero.
+    Equal scales remain equal in it, because engines fuse operations with one scale; so does whether a zero point is
+    zero.
     """
     onnx, model = import_library("onnx", "onnx"), read_graph(path)
-    found, known = hashlib.sha256(), dict[float, int]()
+    digest, known = hashlib.sha256(), dict[float, int]()
     for tensor in _tensors(onnx, model.graph):
-        found.update(f"{tensor.name} {_values(onnx, tensor, known)}\n".encode())
+        digest.update(f"{tensor.name} {_values(onnx, tensor, known)}\n".encode())
         for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
             tensor.ClearField(field)
-        # Where data lies in a second file is no matter of time.
+        # The location of external data does not affect latency.
         tensor.ClearField("external_data")
-    found.update(model.SerializeToString(deterministic=True))
-    return found.hexdigest()
+    digest.update(model.SerializeToString(deterministic=True))
+    return digest.hexdigest()
 
 
 def _tensors(onnx: Any, graph: Any) -> Iterator[Any]:
-    """Yield the constants of a graph, with those in attributes and inner graphs."""
+    """Yield the constants of a graph, including those in attributes and subgraphs."""
     yield from graph.initializer
     for node in graph.node:
         for entry in node.attribute:
@@ -194,7 +189,7 @@ def _tensors(onnx: Any, graph: Any) -> Iterator[Any]:
 
 
 def _values(onnx: Any, tensor: Any, known: dict[float, int]) -> str:
-    """Return as much of the values of a constant as time may depend on."""
+    """Return the part of a constant's values that may affect latency."""
     kind, size = onnx.TensorProto.DataType.Name(tensor.data_type), prod(tensor.dims)
     if size > _SMALL or tensor.data_location == onnx.TensorProto.EXTERNAL:
         return ""
@@ -208,24 +203,23 @@ def _values(onnx: Any, tensor: Any, known: dict[float, int]) -> str:
 
 
 _WORTH_A_TRIAL = 1.01
-"""The gain that the latency costs of the slower groups have to promise, half of what it has to be when it is
-measured."""
+"""Minimum predicted speed-up for a trial: half of the required measured gain."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupPlacer:
-    """Prices the groups of a quantizer's plan in the engines of its backend.
+class GroupTimer:
+    """Measurement of the latency costs of a plan's groups in the engines of its backend.
 
     Attributes:
         model: the float model.
-        example: one batch, to export with.
-        timing: how engines are timed.
-        times: those that were measured before.
+        example: one batch, for export.
+        timing: the conditions of measurements.
+        times: the cache of measured times.
         build: builds an engine of the backend from an ONNX file.
-        folder: where engines may lie while they are timed.
-        opset: the ONNX opset; None: the target's.
-        axes: the open axes of the inputs; None: by the example.
-        say: called with what was found, in words.
+        folder: a folder for temporary engines.
+        opset: the ONNX opset; None for the target's.
+        axes: the dynamic axes of the inputs; None: derived from the example.
+        say: prints a line.
     """
 
     model: nn.Module
@@ -241,26 +235,23 @@ class GroupPlacer:
     def latency_costs(
         self, quantizer: Quantizer, quantized: nn.Module, low: EngineFiles, plain: EngineFiles
     ) -> LatencyCosts | None:
-        """Return the latency costs of all groups of a plan; those by which a group is slower hold for the plan as a
-        whole.
+        """Return the latency costs of all groups of a plan; None if the library does not report layer times.
 
-        None: the library tells no times of layers.
-
-        Gains of single groups do not add up exactly. So an engine without the slower groups is built and timed beside
-        the other: if it is not faster, no group counts as slower; nor if all of them together would gain too little.
+        Gains of single groups do not add up exactly. So an engine with the slower groups in float is also built and
+        timed. If it is not faster, or if the expected gain is too small to try, no group counts as slower.
         """
         latency_costs = time_groups_of(quantizer.plan, quantized, low, plain, self.timing, self.times)
         if latency_costs is None or not latency_costs.slower():
             return latency_costs
         number = len(latency_costs.slower())
-        what = f"{counted(number, 'group')} {'is' if number == 1 else 'are'} slower in {quantizer.config.dtype}"
+        summary = f"{counted(number, 'group')} {'is' if number == 1 else 'are'} slower in {quantizer.config.dtype}"
         if latency_costs.low_us < _WORTH_A_TRIAL * latency_costs.time_us(latency_costs.slower()):
-            faster, then = False, f", but too little to put {'it' if number == 1 else 'them'} back"
+            faster, decision = False, f", but too little to keep {'it' if number == 1 else 'them'} in float"
         else:
             key = _key("faster without the slower groups", low, plain, self.timing)
             faster = self.times.get(key, partial(self._faster, quantizer, latency_costs, low))
-            then = ", kept in float" if faster else ", but the engine is not faster without them"
-        self.say(f"{what} than in float{then}")
+            decision = ", kept in float" if faster else ", but the engine is not faster without them"
+        self.say(f"{summary} than in float{decision}")
         return latency_costs if faster else replace(latency_costs, least_loss_us=math.inf)
 
     def _faster(self, quantizer: Quantizer, latency_costs: LatencyCosts, low: EngineFiles) -> bool:
@@ -286,29 +277,30 @@ def measure_latency_costs(
     threads: int = 1,
     cache: str | os.PathLike[str] | None = None,
 ) -> LatencyCosts:
-    """Build an engine of the plan and one of the float model, and return what each group takes in both.
+    """Measure the latency of each precision group in low precision and in float.
 
-    For ``fallback(latency_costs=...)``: groups that low precision makes slower go back, the others by their error per
-    microsecond.
+    It builds an engine of the plan and an engine of the float model. Pass the result to
+    ``fallback(latency_costs=...)``: groups that are slower in low precision are kept in float, and the others are
+    ranked by error per microsecond.
 
     Args:
-        quantizer: a calibrated quantizer for a backend whose engines run on this machine, without a fallback.
+        quantizer: a calibrated quantizer without a fallback, for a backend that runs on this machine.
         model: the float model.
-        example: one batch, to export with.
-        batch: rows of the inputs that are timed.
-        sequence: size of their other dynamic dimensions.
-        threads: threads of the CPU.
-        cache: a folder for times, which are taken from there if operators, shapes and machine are the same.
+        example: one batch, for export.
+        batch: the batch size of the measurements.
+        sequence: the size of other dynamic dimensions.
+        threads: the number of CPU threads.
+        cache: a folder for measured times, reused for equal operators, shapes and machines.
 
     Raises:
-        EngineError: engines of the backend do not run here, groups fell back already, or an engine fails.
-        CalibrationError: nothing was calibrated yet.
+        EngineError: the backend does not run on this machine, groups are already kept in float, or an engine fails.
+        CalibrationError: the quantizer is not calibrated.
     """
     name = quantizer.config.backend
     if not runs_here(name):
         raise EngineError(
-            f"measure_latency_costs() times engines of {name}, which need a GPU that is not here; "
-            "call it on a machine with one, or choose groups without times, as by fallback(num=...)"
+            f"measure_latency_costs() runs engines of {name}, which need a GPU, but this machine has none; call it on "
+            "a machine with a GPU, or choose groups without latencies, for example with fallback(num=...)"
         )
     times = Store(cache, EngineError)
     with scratch() as folder:
@@ -319,7 +311,7 @@ def measure_latency_costs(
 
         for files in (low, plain):
             build(files.onnx, files.engine)
-        placer = GroupPlacer(
+        placer = GroupTimer(
             model=model,
             example=example,
             timing=Timing(backend=name, sizes=InputSizes(batch, sequence), threads=threads),
@@ -329,16 +321,18 @@ def measure_latency_costs(
         )
         latency_costs = placer.latency_costs(quantizer, quantized, low, plain)
     if latency_costs is None:
-        raise EngineError(f"engines of {name} tell no times of their layers, so that groups have no price")
+        raise EngineError(f"engines of {name} do not report layer times, so that latency costs are unknown")
     return latency_costs
 
 
 def _exported_pair(
     quantizer: Quantizer, model: nn.Module, example: Any, folder: Path
 ) -> tuple[nn.Module, EngineFiles, EngineFiles]:
-    """Return the frozen proxy, and where its ONNX file and that of the float model were written."""
+    """Export the frozen proxy and the float model; return the proxy and the paths of both engines' files."""
     if quantizer.chosen_fallback is not None:
-        raise EngineError("latency costs are taken of all groups, and some fell back: call clear_fallback() first")
+        raise EngineError(
+            "latency costs need all groups quantized, but some are kept in float: call clear_fallback() first"
+        )
     low, plain = (
         EngineFiles(onnx=folder / f"{stem}.onnx", engine=folder / f"{stem}.engine") for stem in ("model", "float")
     )

@@ -1,6 +1,7 @@
-"""The training of a run: shuffled samples, a learning rate schedule, regular scores, and the best state kept.
+"""Quantization-aware training of a run: shuffled samples, a learning rate schedule, evaluations, and the best
+checkpoint.
 
-After every score it writes a checkpoint, so that an interrupted training resumes with the same result.
+Each evaluation writes a checkpoint, so that an interrupted training resumes with the same result.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from quantizer.utils.progress import loop
 logger = logging.getLogger(__name__)
 
 _WARM_UP = 0.1
-"""The share of steps in which the learning rate rises."""
+"""Fraction of steps with a rising learning rate."""
 
 
 @dataclass
@@ -55,9 +56,9 @@ class TrainingResult:
         float_score: the score of the float model on the tuning samples.
         losses: the loss of each step.
         rates: the learning rate of each step.
-        scores: (steps done, score on the tuning samples); the first is that of PTQ, before any step.
-        best: the steps done in the state that was kept: the last whose score is within the tolerance of the best.
-        stopped: the reason why the training ended early; None: it did all steps.
+        scores: (steps, score on the tuning samples); the first entry is PTQ, before any step.
+        best: the number of steps of the kept checkpoint: the last one within the tolerance of the best score.
+        stopped: the reason of an early stop; None without one.
     """
 
     steps: int
@@ -69,7 +70,7 @@ class TrainingResult:
     stopped: str | None = None
 
     def record(self, task: Task) -> TrainingRun:
-        """Return the result as a record for the report, with the task's metric."""
+        """Return the result as a report record, with the task's metric."""
         return TrainingRun(
             metric=task.metric_name,
             higher_is_better=task.higher_is_better,
@@ -82,10 +83,10 @@ class TrainingResult:
 
 
 class Training:
-    """The training of the proxy that ``qat()`` returned, in eval mode: without dropout, with its batch statistics.
+    """The training of a proxy from ``qat()`` in eval mode, without dropout and with fixed batch statistics.
 
-    Several processes take each step together, each with its rows of the batch: they train what one process does, but
-    for the rounding of sums.
+    Several processes take each step together, each with its share of the batch. The result equals that of one process,
+    except for the rounding of sums.
     """
 
     def __init__(
@@ -102,20 +103,20 @@ class Training:
     ) -> None:
         self._settings = settings
         self._task = task
-        self._examples = examples
+        self._rows = examples
         self._score = score
         self._sign = 1 if higher_is_better else -1
         self._identity = identity
         self._tell = tell
         self._last, self._best = folder / LAST, folder / BEST
-        self._a_pass = math.ceil(len(examples) / task.batch_size)
+        self._steps_per_epoch = math.ceil(len(examples) / task.batch_size)
         self._share_of_batch = 1.0
-        self._steps = max(1, math.ceil(settings.epochs * self._a_pass))
+        self._steps = max(1, math.ceil(settings.epochs * self._steps_per_epoch))
         numbers = range(1, settings.evaluations + 1)
         self._scored_at = {math.ceil(self._steps * number / settings.evaluations) for number in numbers}
 
     def run(self, model: nn.Module, proxy: nn.Module) -> TrainingResult:
-        """Train the proxy to the float model's outputs, and leave it in the state that was kept."""
+        """Train the proxy to reproduce the float model's outputs, and load the kept checkpoint."""
         settings = self._settings
         proxy.eval()
         distillation = Distillation(
@@ -131,7 +132,7 @@ class Training:
             try:
                 self._last.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise TrainingError(f"{self._last.parent} cannot be made: {error.strerror}") from error
+                raise TrainingError(f"cannot create {self._last.parent}: {error.strerror}") from error
             course = TrainingResult(steps=self._steps, float_score=self._score(model))
             self._tell(f"the float model: {course.float_score:.5f} on the tuning samples")
             self._take_score(course, proxy, optimizer)
@@ -155,7 +156,7 @@ class Training:
     def _step(self, step: int, proxy: nn.Module, distillation: Distillation, optimizer: torch.optim.Optimizer) -> float:
         batch = self._batch(step)
         hidden = {"output_hidden_states": True} if self._settings.hidden else {}
-        # Copies, as a forward may write into its inputs, and the batch is run again.
+        # Copies, because a forward may write into its inputs, and the batch runs again.
         loss = distillation(proxy(**own_tensors(batch), **hidden), **batch)
         (value,) = all_reduce_sum([self._share_of_batch * loss.item()])
         if not math.isfinite(value):
@@ -169,32 +170,31 @@ class Training:
         sum_gradients(trained, self._share_of_batch)
         if step == 0 and not has_gradient(trained):
             raise TrainingError(
-                "no parameter has a gradient: the outputs that are compared depend on none of them, or on nothing that "
-                "is quantized"
+                "no parameter has a gradient: the compared outputs depend on no parameter, or on no quantized operation"
             )
         optimizer.step()
         return value
 
     def _joint(self, divisor: Tensor) -> Tensor:
-        """Return the divisor of a mean such that the losses of all processes, each by its share, are that of all."""
+        """Return the divisor of a mean over the samples of all processes."""
         return divisor if get_world_size() == 1 else all_reduce_tensor(divisor) * self._share_of_batch
 
     def _batch(self, step: int) -> dict[str, Tensor]:
-        """Return this process's part of a batch."""
-        number, at = divmod(step, self._a_pass)
-        # Different seeds share no pass.
+        """Return this process's samples of a batch."""
+        number, at = divmod(step, self._steps_per_epoch)
+        # No two seeds share an order.
         generator = torch.Generator().manual_seed(self._settings.seed * 2**16 + number)
-        order = torch.randperm(len(self._examples), generator=generator).tolist()
+        order = torch.randperm(len(self._rows), generator=generator).tolist()
         size = self._task.batch_size
-        picked = order[at * size : (at + 1) * size]
-        (batch,) = self._task.batches([self._examples[place] for place in picked])
-        # Of the whole batch, whose padding is that of one process.
+        examples = order[at * size : (at + 1) * size]
+        (batch,) = self._task.batches([self._rows[row] for row in examples])
+        # Split after batching, so that the padding equals that of one process.
         places = range(len(next(iter(batch.values()))))
         mine, self._share_of_batch = own_examples(places)
         return batch if mine == places else rows_at(batch, mine)
 
     def _share(self, step: int) -> float:
-        """Return the share of the highest rate at a step from 0: linear warm-up, cosine decay (arXiv:1608.03983)."""
+        """Return the learning rate factor of a step, from 0: linear warm-up, cosine decay (arXiv:1608.03983)."""
         warm_up = max(1, math.ceil(_WARM_UP * self._steps))
         if step < warm_up:
             return (step + 1) / warm_up
@@ -227,28 +227,28 @@ class Training:
         write_checkpoint(self._last, proxy, facts, optimizer)
 
     def _resumed(self, proxy: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingResult | None:
-        """Restore the checkpoint in the folder and return the result so far; None if there is no checkpoint."""
+        """Restore the last checkpoint and return the result so far; None without a checkpoint."""
         if not (self._last.exists() and self._best.exists()):
             return None
         facts = read_facts(self._last)
         if facts.get("identity") != self._identity:
             raise TrainingError(
-                f"{self._last.parent} holds checkpoints of another configuration: remove it to begin anew, or choose "
-                "another output folder"
+                f"{self._last.parent} contains checkpoints of another configuration: remove it to start over, or "
+                "choose another output folder"
             )
         read_checkpoint(self._last, proxy, optimizer)
         try:
             course: TrainingResult = decoded(TrainingResult, facts.get("course"), "course")
         except ValueError as error:
-            raise TrainingError(f"{self._last} is damaged: {error}; remove it to begin the training anew") from error
-        self._tell(f"going on after {len(course.losses)} of {self._steps} steps, from {self._last}")
+            raise TrainingError(f"{self._last} is damaged: {error}; remove it to restart the training") from error
+        self._tell(f"resuming after {len(course.losses)} of {self._steps} steps from {self._last}")
         return course
 
 
 def train(
     context: RunContext, settings: QatConfig, quantizer: Quantizer, examples: Sequence[Example], score: Metric
 ) -> TrainingResult:
-    """Train a copy, since the float model must stay the reference."""
+    """Train a copy of the model, because the float model must stay the reference."""
     known = fingerprint(quantizer.plan, score, Fingerprint.of(context.model))
     parts = known, settings.model_dump(mode="json"), content_of(examples)
     training = Training(
@@ -261,10 +261,10 @@ def train(
         identity=hashlib.sha256(repr(parts).encode()).hexdigest(),
         tell=context.timer.tell,
     )
-    with context.timer("train with rounded operands"):
+    with context.timer("train (QAT)"):
         course = training.run(context.model, quantizer.qat(context.model, scales=settings.scales, copy=True))
         context.timer.tell(
-            f"kept the state after {course.best} of {course.steps} steps: {dict(course.scores)[course.best]:.5f} "
+            f"keeping the state after {course.best} of {course.steps} steps: {dict(course.scores)[course.best]:.5f} "
             f"on the tuning samples, {course.scores[0][1]:.5f} before training, {course.float_score:.5f} in float"
         )
     return course

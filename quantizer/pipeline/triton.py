@@ -1,11 +1,9 @@
-"""Files for a server of Triton, and the check of an engine on a GPU.
+"""Files for a Triton server, and the check of an engine on a GPU.
 
-Further names of a file: links, which take no room, and copies where the file system has none.
-
-gpu/settings.sh     what the script reads: files, shapes of the profile, names of the cases
-gpu/compare.py      the comparison, of the standard library alone
+gpu/settings.sh     settings of the script: files, profile shapes, names of the cases
+gpu/compare.py      the comparison, which needs only the standard library
 gpu/config.pbtxt    for a model repository with the engine that the script builds
-gpu/BATCHxTOKENS/   a case: inputs as raw bytes (.bin), expected outputs (.npy), ``case.json`` says how to compare them
+gpu/BATCHxTOKENS/   a case: raw inputs (.bin), expected outputs (.npy), and ``case.json`` on their comparison
 """
 
 from __future__ import annotations
@@ -44,18 +42,18 @@ _TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServedEngine:
-    """An engine in its folder, as a server sees it.
+    """An engine in its folder, with the facts that a server needs.
 
     Attributes:
         name: the name of the model.
         backend: the backend of the engine.
-        onnx: the file that the engine was built from.
-        engine: the engine's file.
+        onnx: the ONNX file.
+        engine: the engine file.
         signature: the inputs and outputs of the ONNX file.
-        dimensions: smallest, usual and largest size of each dynamic dimension, by its name.
-        threads: the number of CPU threads that it ran on here.
-        precision: the inference precision that the engine was built for; None: float32, or that of the file.
-        capability: the GPU that it was built for ahead of time; None: that of the machine, or it runs on a CPU.
+        dimensions: [min, opt, max] of each dynamic dimension, by name.
+        threads: the number of CPU threads in the benchmarks.
+        precision: the inference precision of the build; None: float32, or the types of the file.
+        capability: the GPU of an ahead-of-time build; None for this machine's GPU or a CPU.
     """
 
     name: str
@@ -70,12 +68,12 @@ class ServedEngine:
 
     @property
     def server(self) -> TritonServer | None:
-        """The one of Triton's backends that runs such engines; None: there is none."""
+        """The Triton backend that runs such engines; None without one."""
         return profile(self.backend).triton
 
     @property
     def batch(self) -> Sequence[int] | None:
-        """The sizes of the batch; None: some input or output does not begin with one dimension that is dynamic."""
+        """The sizes of the batch dimension; None unless all inputs and outputs start with the same dynamic axis."""
         values = (*self.signature.inputs, *self.signature.outputs)
         if not all(value.shape and not isinstance(value.shape[0], int) for value in values):
             return None
@@ -84,7 +82,7 @@ class ServedEngine:
 
 
 def config_text(served: ServedEngine) -> str:
-    """Return the text of the config.pbtxt of an engine that Triton has a backend for."""
+    """Return the text of config.pbtxt for an engine that Triton can run."""
     server = served.server
     assert server is not None
     batch = served.batch if server.batches else None
@@ -118,12 +116,12 @@ def _tensors(field: str, values: Sequence[Value], batched: bool) -> Iterator[str
     entries: list[str] = []
     for value in values:
         if value.dtype not in _TYPES:
-            raise EngineError(f"{field} {value.name!r} is of type {value.dtype}, which Triton does not know")
+            raise EngineError(f"{field} {value.name!r} has type {value.dtype}, which Triton does not support")
         sizes = [size if isinstance(size, int) else -1 for size in value.shape[1 if batched else 0 :]]
         lines = [
             f"name: {_quoted(value.name)}",
             f"data_type: {_TYPES[value.dtype]}",
-            # Triton takes no empty list.
+            # Triton rejects an empty list.
             f"dims: [ {', '.join(map(str, sizes or [1]))} ]",
             *([] if sizes else ["reshape { shape: [ ] }"]),
         ]
@@ -132,7 +130,7 @@ def _tensors(field: str, values: Sequence[Value], batched: bool) -> Iterator[str
 
 
 def _batching(batch: Sequence[int] | None) -> Iterator[str]:
-    """Yield the batcher: it puts requests together to the sizes that the engine was measured at."""
+    """Yield the dynamic batcher, which combines requests to the benchmarked batch sizes."""
     if batch is None or batch[-1] == 1:
         return
     preferred = ", ".join(str(size) for size in dict.fromkeys(batch[1:]) if size > 1)
@@ -150,21 +148,21 @@ def _block(head: str, lines: Iterable[str], foot: str) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    not_quantized = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{not_quantized}"'
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
 
 
 def link_onnx(path: Path, place: Path) -> None:
-    """Give an ONNX file and the files with its weights, which it names, a second place."""
+    """Link or copy an ONNX file and its external weight files to another path."""
     link_file(path, place)
     for name in external_files(path):
         link_file(path.with_name(name), place.with_name(name))
 
 
 def link_file(path: Path, place: Path) -> None:
-    """Give a file a second place."""
+    """Link a file to another path, or copy it if the file system has no links."""
     try:
-        # A hard link: it holds when the folder is moved or one of the names is removed.
+        # A hard link remains valid if the folder is moved or one of the names is removed.
         os.link(path, place)
     except OSError:
         shutil.copyfile(path, place)
@@ -178,12 +176,12 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Outputs that an engine is compared with, in one reference for each batch.
+    """Expected outputs of an engine, one reference per batch.
 
     Attributes:
-        outputs: those of the model that the engine was made of: the frozen proxy, or the float model.
-        of_float: those of the float model.
-        bound: the condition on the engine's outputs.
+        outputs: the outputs of the frozen proxy, or of the float model.
+        of_float: the outputs of the float model.
+        bound: the tolerance.
     """
 
     outputs: Sequence[Reference]
@@ -192,7 +190,7 @@ class Expected:
 
 
 def write_gpu_check(folder: Path, served: ServedEngine, expected: Expected, tool: str) -> None:
-    """Write the script and what it reads into the folder of an engine, which the program ``tool`` runs."""
+    """Write the GPU check into the folder of an engine, which the program ``tool`` runs."""
     place = folder / CASES
     place.mkdir()
     cases = dict(_cases(place, served, expected))
@@ -203,7 +201,7 @@ def write_gpu_check(folder: Path, served: ServedEngine, expected: Expected, tool
 
 
 def _settings(served: ServedEngine, cases: Sequence[str], tool: str) -> str:
-    """Return the shell's assignments that the script reads."""
+    """Return the shell variables of the script."""
     values = {
         "NAME": served.name,
         "OWN_TOOL": tool,
@@ -218,7 +216,7 @@ def _settings(served: ServedEngine, cases: Sequence[str], tool: str) -> str:
 
 
 def _profile(served: ServedEngine, place: int) -> str:
-    """Return the smallest, usual or largest shapes of the inputs, as the engine was built for them."""
+    """Return the min, opt or max shapes of the inputs, for which the engine was built."""
     return ",".join(
         f"{_spelt(value.name)}:{'x'.join(str(_size(served, size, place)) for size in value.shape)}"
         for value in _dynamic(served)
@@ -230,12 +228,12 @@ def _size(served: ServedEngine, size: int | str | None, place: int) -> int:
 
 
 def _dynamic(served: ServedEngine) -> list[Value]:
-    """Return the inputs with a dynamic dimension: trtexec takes no shapes of others."""
+    """Return the inputs with a dynamic dimension; trtexec accepts shapes only for them."""
     return [value for value in served.signature.inputs if not all(isinstance(size, int) for size in value.shape)]
 
 
 def _cases(place: Path, served: ServedEngine, expected: Expected) -> Iterator[tuple[str, Path]]:
-    """Write each case into a folder of its own, and yield its name and that folder."""
+    """Write each case into its folder, and yield its name and folder."""
     of_tokens = token_outputs(expected.outputs)
     for reference, plain in zip(expected.outputs, expected.of_float, strict=True):
         name = "x".join(str(size) for size in batch_shape(reference.inputs) if size is not None)
@@ -270,29 +268,29 @@ def _cases(place: Path, served: ServedEngine, expected: Expected) -> Iterator[tu
 def _output(
     folder: Path, index: int, value: Value, reference: Reference, plain: Reference, of_tokens: bool
 ) -> dict[str, Any]:
-    """Write what is expected of one output, and return how to compare it."""
+    """Write the expected values of one output, and return the description of its comparison."""
     assert reference.rows is not None
     rows, mask = list(reference.rows), reference.inputs.get("attention_mask")
-    kept = mask[rows].numpy().astype(bool) if mask is not None and of_tokens else None
+    unmasked = mask[rows].numpy().astype(bool) if mask is not None and of_tokens else None
     files = {}
     for which, outputs in (("expected", reference.outputs), ("float", plain.outputs)):
-        array = outputs[value.name] if kept is None else outputs[value.name][kept]
+        array = outputs[value.name] if unmasked is None else outputs[value.name][unmasked]
         files[which] = f"{_file_stem(index, value.name)}.{which}.npy"
         np.save(folder / files[which], np.ascontiguousarray(array, dtype="<f4"))
     return {
         "name": value.name,
         "dimensions": [batch_shape(reference.inputs)[0], *reference.outputs[value.name].shape[1:]],
         "rows": rows,
-        "mask": None if kept is None else kept.astype(int).tolist(),
+        "mask": None if unmasked is None else unmasked.astype(int).tolist(),
         **files,
     }
 
 
 def _file_stem(index: int, name: str) -> str:
-    """Return a file name for a tensor, which may have a name that no file can have."""
+    """Return a valid file name for a tensor."""
     return f"{index}.{re.sub(r'[^A-Za-z0-9_]', '-', name)}"
 
 
 def _spelt(name: str) -> str:
-    """Return a tensor's name as trtexec reads it: in quotes where it has a colon or another mark."""
+    """Return a tensor name for trtexec, quoted if necessary."""
     return name if _PLAIN.fullmatch(name) else f"'{name}'"

@@ -1,8 +1,7 @@
-"""Comparison of what trtexec exported with what was expected; it needs Python 3.8 or later, and no package.
+"""Comparison of trtexec's exported outputs with expected outputs; needs Python 3.8 or later, and no package.
 
-python3 compare.py CASE EXPORTED: CASE is a folder with case.json and the expected outputs, EXPORTED the file of
-``trtexec --exportOutput``. It exits with 0 if all outputs are within the tolerance, with 1 if one is not, and with 2 if
-something cannot be read.
+python3 compare.py CASE EXPORTED: CASE is a folder with case.json and the expected outputs, and EXPORTED is the file of
+``trtexec --exportOutput``. Exit codes: 0 all outputs are within the tolerance, 1 one is not, 2 a file cannot be read.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _WRONG, _UNREADABLE = 1, 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare all outputs of a case, print a line for each, and return the exit code."""
+    """Compare all outputs of a case, print one line for each, and return the exit code."""
     folder, exported = Path(arguments[0]), Path(arguments[1])
     try:
         case = json.loads((folder / "case.json").read_text(encoding="utf-8"))
-        given = read_exported(exported)
-        lines = [compare(folder, output, given, case["tolerance"]) for output in case["outputs"]]
+        exported_tensors = read_exported(exported)
+        lines = [compare(folder, output, exported_tensors, case["tolerance"]) for output in case["outputs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"{exported}: cannot be compared: {type(error).__name__}: {error}", file=sys.stderr)
         return _UNREADABLE
@@ -36,52 +35,60 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_exported(path: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Return dimensions and values of each tensor, by name."""
+    """Return the dimensions and values of each tensor by name."""
     text = path.read_text(encoding="utf-8")
-    # trtexec writes these as C++ does, which is no JSON.
+    # trtexec writes C++ notation, which is not JSON.
     text = re.sub(r"(?<=[\[,\s])-?nan(?=[\],\s])", "NaN", text)
     text = re.sub(r"(?<=[\[,\s-])inf(?=[\],\s])", "Infinity", text)
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    tensors: dict[str, tuple[list[int], list[float]]] = {}
     for entry in json.loads(text):
-        told = entry["dimensions"]
-        sizes = [int(size) for size in (told.split("x") if isinstance(told, str) else told)]
+        dimensions = entry["dimensions"]
+        sizes = [int(size) for size in (dimensions.split("x") if isinstance(dimensions, str) else dimensions)]
         if math.prod(sizes) != len(entry["values"]):
-            raise ValueError(f"{entry['name']} has {len(entry['values'])} values and the dimensions {told}")
-        found[entry["name"]] = (sizes, entry["values"])
-    return found
+            raise ValueError(f"{entry['name']} has {len(entry['values'])} values, but the dimensions {dimensions}")
+        tensors[entry["name"]] = (sizes, entry["values"])
+    return tensors
 
 
 def compare(
     folder: Path,
     output: Mapping[str, Any],
-    given: Mapping[str, tuple[list[int], list[float]]],
+    exported: Mapping[str, tuple[list[int], list[float]]],
     tolerance: Mapping[str, Any],
 ) -> tuple[str, bool]:
-    """Return a line on one output, and whether it is within the tolerance."""
+    """Return a line on one output, and whether it passes."""
     name = output["name"]
-    if name not in given:
-        raise ValueError(f"output {name!r} is missing; there are {', '.join(given) or 'none'}")
-    sizes, values = given[name]
+    if name not in exported:
+        raise ValueError(f"output {name!r} is missing; the outputs are {', '.join(exported) or 'none'}")
+    sizes, values = exported[name]
     if sizes != output["dimensions"]:
         raise ValueError(f"output {name!r} has the dimensions {sizes}, expected {output['dimensions']}")
-    got = kept(values, sizes, output)
-    right = read_npy(folder / output["expected"])
-    plain = read_npy(folder / output["float"])
-    if not len(got) == len(right) == len(plain):
-        raise ValueError(f"output {name!r}: {len(got)} values to compare with {len(right)} and {len(plain)}")
-    if not alike_where_not_finite(got, right):
-        return f"  {name}: WRONG: NaN or infinite values where PyTorch has none, or the reverse", False
-    far, to_float, own = decibels(right, got), decibels(plain, got), decibels(plain, right)
-    passed = far >= tolerance["decibels"]
+    actual = kept(values, sizes, output)
+    expected = read_npy(folder / output["expected"])
+    float_values = read_npy(folder / output["float"])
+    if not len(actual) == len(expected) == len(float_values):
+        raise ValueError(
+            f"output {name!r}: {len(actual)} values to compare with {len(expected)} and {len(float_values)}"
+        )
+    if not alike_where_not_finite(actual, expected):
+        return f"  {name}: WRONG: NaN or infinite values differ from PyTorch's", False
+    to_expected, to_float, own = (
+        decibels(expected, actual),
+        decibels(float_values, actual),
+        decibels(float_values, expected),
+    )
+    passed = to_expected >= tolerance["decibels"]
     beyond = tolerance["beyond_db"]
     if beyond is not None:
         passed = passed or to_float >= own - beyond
-    told = f"SQNR {shown(far)} against PyTorch, {shown(to_float)} against the float model (PyTorch: {shown(own)})"
-    return f"  {name}: {'ok' if passed else 'WRONG'}: {told}; expected {tolerance['text']}", passed
+    summary = (
+        f"SQNR {shown(to_expected)} against PyTorch, {shown(to_float)} against the float model (PyTorch: {shown(own)})"
+    )
+    return f"  {name}: {'ok' if passed else 'WRONG'}: {summary}; expected {tolerance['text']}", passed
 
 
 def kept(values: Sequence[float], sizes: Sequence[int], output: Mapping[str, Any]) -> list[float]:
-    """Return the values of the rows that were computed in PyTorch, without those of masked tokens."""
+    """Return the values of the samples that ran in PyTorch, without masked tokens."""
     width = math.prod(sizes[1:])
     rows = [values[row * width : (row + 1) * width] for row in output["rows"]]
     if output["mask"] is None:
@@ -96,19 +103,21 @@ def kept(values: Sequence[float], sizes: Sequence[int], output: Mapping[str, Any
     ]
 
 
-def alike_where_not_finite(got: Sequence[float], right: Sequence[float]) -> bool:
-    """Return whether there is no NaN, and infinite values are the same."""
-    pairs = zip(got, right)  # noqa: B905 - Python 3.8 has no strict
-    return all(one == other for one, other in pairs if not (math.isfinite(one) and math.isfinite(other)))
+def alike_where_not_finite(actual: Sequence[float], expected: Sequence[float]) -> bool:
+    """Return whether infinite values agree and there is no NaN."""
+    pairs = zip(actual, expected)  # noqa: B905 - Python 3.8 has no strict
+    return all(
+        value == reference for value, reference in pairs if not (math.isfinite(value) and math.isfinite(reference))
+    )
 
 
-def decibels(right: Sequence[float], got: Sequence[float]) -> float:
-    """Return the ratio of signal to noise in dB; infinite values have no part in it."""
+def decibels(expected: Sequence[float], actual: Sequence[float]) -> float:
+    """Return the SQNR in dB; infinite values are ignored."""
     signal = noise = 0.0
-    for one, other in zip(right, got):  # noqa: B905 - Python 3.8 has no strict
-        if math.isfinite(one) and math.isfinite(other):
-            signal += one * one
-            noise += (one - other) * (one - other)
+    for reference, value in zip(expected, actual):  # noqa: B905 - Python 3.8 has no strict
+        if math.isfinite(reference) and math.isfinite(value):
+            signal += reference * reference
+            noise += (reference - value) * (reference - value)
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else _NOTHING_DB

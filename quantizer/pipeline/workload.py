@@ -1,4 +1,4 @@
-"""``Workload``: the model, the samples and the scores of a run, made of a checkpoint or a module."""
+"""``Workload``: the model, the samples and the scores of a run, from a checkpoint or a module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from quantizer.algorithms.make_plan import sees_the_same
 from quantizer.config import RunConfig
 from quantizer.config.data_section import MODULE
-from quantizer.pipeline.context import RunContext, RunExamples, Runs, as_predictor, bar
+from quantizer.pipeline.context import RunContext, RunExamples, Runnable, as_predictor, bar
 from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.module_feed import ModuleFeed, fitted, named_batches
 from quantizer.pipeline.progress import StageTimer
@@ -31,35 +31,33 @@ from quantizer.utils.batches import batches_of
 
 
 class Scorer(Protocol):
-    """Scores of models and engines, and their differences to the float model; none is run twice."""
+    """Scores of models and engines, and their differences from the float model; each is run once."""
 
-    def difference(self, which: str, engine: Runs | None) -> float | None:
-        """Return the score of an engine less that of the float model; None: there is no score, or no engine."""
+    def difference(self, which: str, engine: Runnable | None) -> float | None:
+        """Return the score of an engine minus the float model's score; None without a score or an engine."""
 
-    def take(self, forms: Mapping[str, Runs]) -> None:
-        """Run models and engines; their scores are made of that later."""
+    def take(self, forms: Mapping[str, Runnable]) -> None:
+        """Run models and engines; their scores follow later."""
 
-    def scores(self, forms: Mapping[str, Runs]) -> tuple[Score, ...]:
-        """Return the scores of the float model, and of other models and engines by name; empty: there are none."""
+    def scores(self, forms: Mapping[str, Runnable]) -> tuple[Score, ...]:
+        """Return the scores of the float model and of other models and engines by name; empty without a score."""
 
     def for_run(self, context: RunContext, resamples: int, folder: Path) -> Scorer:
-        """Return a scorer for another run on the same model and samples, which knows what the float model gives."""
+        """Return a scorer for another run on the same model and samples, which reuses the float model's results."""
 
 
-def _as_it_is(config: RunConfig) -> RunConfig:
+def _unchanged(config: RunConfig) -> RunConfig:
     return config
 
 
 @dataclass
 class SharedObjects:
-    """Objects that runs on one model and the same batches have in common, in memory.
-
-    No file holds it: a head is fitted into the task, and a ranking belongs to a proxy of the model that is loaded.
+    """Objects in memory that runs on the same model and batches share.
 
     Attributes:
-        has_head: whether the head of the task was fitted, which needs the float model alone.
-        calibrated: quantizers that were only calibrated, so that no fallback of a run is in them.
-        ranked: the amp proxy of a calibrated one, by its place, and the settings with which it was measured.
+        has_head: the head of the task was fitted, which needs only the float model.
+        calibrated: quantizers after calibration only, without the fallback of a run.
+        ranked: amp proxies with their settings, by the index of the calibrated quantizer.
     """
 
     has_head: bool = False
@@ -67,8 +65,8 @@ class SharedObjects:
     ranked: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
 
     def place(self, quantizer: Quantizer) -> int | None:
-        """Return the place of the calibrated quantizer with an equal configuration; None: there is none."""
-        return next((place for place, one in enumerate(self.calibrated) if one.config == quantizer.config), None)
+        """Return the index of the calibrated quantizer with an equal configuration; None without one."""
+        return next((place for place, known in enumerate(self.calibrated) if known.config == quantizer.config), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +74,16 @@ class Workload:
     """Model, data and scores of one run.
 
     Attributes:
-        context: the float model and the batches that it takes.
+        context: the float model and its batches.
         graphs: the graphs that become engines.
-        examples: the samples, by purpose.
-        scorer: scores what comes of it.
-        info: the model in words.
-        check: raises what would otherwise come after minutes of calibration.
-        metric: returns the metric of a search, by the tuning samples that it may see.
-        fit: returns the configuration of a run with what it takes from the samples.
-        shared: what it shares with other runs on it; None: it is used once.
-        diagnoses: whether causes of a loss are looked for; a sweep does so when the folder is in its place.
+        rows: the samples by purpose.
+        scorer: scores models and engines.
+        info: a description of the model.
+        check: raises errors that would otherwise appear after calibration.
+        metric: returns the metric of a search, for the tuning samples that it may use.
+        fit: completes the configuration with sizes from the samples.
+        shared: objects shared with other runs; None for a single run.
+        diagnoses: the run includes the diagnosis; a sweep diagnoses later, after the folder is complete.
     """
 
     context: RunContext
@@ -95,13 +93,13 @@ class Workload:
     info: ModelInfo
     check: Callable[[], None]
     metric: Callable[[Sequence[Example]], Metric]
-    fit: Callable[[RunConfig], RunConfig] = _as_it_is
+    fit: Callable[[RunConfig], RunConfig] = _unchanged
     shared: SharedObjects | None = None
     diagnoses: bool = True
 
     @property
-    def scored_examples(self) -> str | None:
-        """A hash of the samples that a score depends on; None: a function scores, of whose samples nothing is known."""
+    def scored_rows(self) -> str | None:
+        """A hash of the samples that the score depends on; None for a function, whose samples are unknown."""
         if isinstance(self.scorer, FunctionScorer):
             return None
         return content_of([*self.examples.head, *self.examples.evaluation])
@@ -114,7 +112,7 @@ class Workload:
         )
 
     def fit_head(self) -> None:
-        """Fit the head of the task on the float model's outputs, if it has one and no run before has done so."""
+        """Fit the head of the task on the float model's outputs, unless fitted before or missing."""
         if not self.examples.head or (self.shared is not None and self.shared.has_head):
             return
         with self.context.timer("fit the head on float embeddings"), bar("head") as progress:
@@ -123,15 +121,16 @@ class Workload:
             self.shared.has_head = True
 
     def write_call(self, folder: Path) -> None:
-        """Write into the folder of a run how its model is called, if that is more than names of inputs."""
+        """Write the call form of a module into the folder of a run."""
         if isinstance(self.scorer, FunctionScorer):
             self.scorer.call.write(folder)
 
     def calibrate(self, quantizer: Quantizer, batches: Sequence[Batch]) -> None:
-        """Calibrate a quantizer on the model, or give it what a run before it has seen.
+        """Calibrate a quantizer on the model, or reuse an earlier calibration.
 
-        One with the settings of an earlier one gets its plan; one with other settings, such as another backend or
-        percentile, gets the statistics, of which its plan is made as if it had seen the batches itself.
+        An earlier quantizer with equal settings provides its plan. With other settings, such as another backend or
+        percentile, it provides the statistics, from which the plan follows as if the quantizer had seen the batches
+        itself.
         """
         model = self.context.model
         if self.shared is None:
@@ -139,7 +138,7 @@ class Workload:
             return
         if (place := self.shared.place(quantizer)) is None:
             own, settings = Quantizer(quantizer.config), settings_of(quantizer.config)
-            # The weight of a convolution has three axes or more.
+            # Weights of convolutions have at least three axes.
             convolves = any(parameter.dim() > 2 for parameter in model.parameters())
             for known in self.shared.calibrated:
                 if sees_the_same(settings_of(known.config), settings, convolves=convolves):
@@ -152,7 +151,7 @@ class Workload:
         quantizer.inherit(self.shared.calibrated[place])
 
     def amp(self, quantizer: Quantizer, settings: str, measure: Callable[[Quantizer], nn.Module]) -> nn.Module:
-        """Return the amp proxy of a quantizer, that of an earlier one if its configuration and settings are equal."""
+        """Return the amp proxy of a quantizer, or an earlier one with equal configuration and settings."""
         shared = self.shared
         if shared is None or (place := shared.place(quantizer)) is None:
             return measure(quantizer)
@@ -163,11 +162,11 @@ class Workload:
 
 
 Load: TypeAlias = Callable[[StageTimer, ResumeFiles, Path], Workload]
-"""Loads a workload for a run that prints through the timer and fills the folder."""
+"""A function that loads the workload of a run, with its timer, resume files and folder."""
 
 
 def module_batches(model: nn.Module, data: Any, samples: int | None = None) -> list[Batch]:
-    """Return the batches of data by the names of the arguments of ``forward``, without labels; see ``batches_of``."""
+    """Return batches of data without labels, by the argument names of ``forward``; see ``batches_of``."""
     return named_batches(model, map(_without_label, batches_of(model, data, samples)))
 
 
@@ -180,14 +179,14 @@ def module_workload(
     kept: ResumeFiles,
     folder: Path,
 ) -> Workload:
-    """Return the workload of a module in eval mode on the CPU; with the first arguments given it is a ``Load``."""
+    """Return the workload of a module in eval mode on the CPU; a partial call is a ``Load``."""
     context = RunContext(timer=timer, resume=kept, model=model, processor=None, feed=ModuleFeed(batches))
     examples = RunExamples(calibration=list(batches), evaluation=list(batches))
     return scored_workload(context, examples, source, scorer(context))
 
 
 def scored_workload(context: RunContext, examples: RunExamples, source: str, scorer: FunctionScorer) -> Workload:
-    """Return the workload of a module whose context and samples are loaded."""
+    """Return the workload of a module whose context and samples exist."""
     feed = context.feed
     assert isinstance(feed, ModuleFeed)
     return Workload(
@@ -196,7 +195,7 @@ def scored_workload(context: RunContext, examples: RunExamples, source: str, sco
         examples=examples,
         scorer=scorer,
         info=context.info(source, MODULE),
-        # A function that is no score raises before the calibration.
+        # An invalid score function raises before calibration.
         check=partial(scorer.take, {"float": context.model}),
         metric=lambda _: scorer.metric,
         fit=lambda config: fitted(config, feed.sizes),
@@ -204,13 +203,13 @@ def scored_workload(context: RunContext, examples: RunExamples, source: str, sco
 
 
 def output_of(model: nn.Module, batch: Batch) -> Any:
-    """Return what a model returns for a batch, to know its kind: a part of it might not run."""
+    """Return the output of a model for a batch, to learn its structure."""
     with torch.no_grad(), untouched(model):
         return model(**batch)
 
 
 def _without_label(batch: Any) -> Any:
-    """Return a batch without the labels that a transformers model would compute a loss of."""
+    """Return a batch without labels, from which transformers models would compute a loss."""
     if not hasattr(batch, "keys"):
         return batch
     return {name: batch[name] for name in batch if name not in ("label", "labels")}

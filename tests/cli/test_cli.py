@@ -129,14 +129,14 @@ def test_bad_overrides_are_told_with_the_file(calls: Calls, good: str, capsys: p
     err = capsys.readouterr().err
     assert "error: 6 problems" in err
     assert "override 'export.opset=3': export.opset: got the whole number 3" in err
-    assert "override 'what': is no override" in err
+    assert "override 'what': is not an override" in err
     assert calls == []
 
 
 @pytest.mark.parametrize("verb", ["run", "inspect", "validate"])
 def test_missing_file(calls: Calls, good: str, capsys: pytest.CaptureFixture[str], verb: str) -> None:
     assert main([verb, "no.yaml"]) == 1
-    assert "no.yaml: there is no such file; expected a YAML file; in that folder: bad.yaml, good.yaml" in (
+    assert "no.yaml: the file does not exist; expected a YAML file; in that folder: bad.yaml, good.yaml" in (
         capsys.readouterr().err
     )
 
@@ -213,12 +213,12 @@ def test_show(good: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(seen[0][1], Console)
 
 
-@pytest.mark.parametrize(("folder", "what"), [(".", ". holds no report.json"), ("no", "no is no folder")])
+@pytest.mark.parametrize(("folder", "what"), [(".", ". does not contain report.json"), ("no", "no is not a folder")])
 def test_show_of_something_else(good: str, capsys: pytest.CaptureFixture[str], folder: str, what: str) -> None:
     assert main(["show", folder]) == 1
     err = capsys.readouterr().err
     assert what in err
-    assert "expected a folder that `quantizer run` wrote" in err
+    assert "expected the folder of a run" in err
 
 
 def test_show_of_a_file_that_is_no_engine(good: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,7 +359,7 @@ def test_a_full_disk_behind_standard_output_is_told() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 1
     assert done.stderr.decode().splitlines() == [
-        f"error: standard output takes nothing more: {os.strerror(errno.ENOSPC)}; make room, or write to another place"
+        f"error: cannot write to standard output: {os.strerror(errno.ENOSPC)}; free some space, or redirect the output"
     ]
 
 

@@ -45,33 +45,36 @@ def test_a_file_of_functions_needs_no_task_and_no_data(tmp_path: Path, monkeypat
         (
             {"model": MODEL, "data": {"calibration": ROWS, "evaluation": ROWS, "batch_size": 8}},
             [
-                f"data.{key}: is not used: my_pkg.data:calibration, of model.inputs, gives the batches; remove it"
+                f"data.{key}: is not used, because model.inputs (my_pkg.data:calibration) returns the batches"
                 for key in ("batch_size", "calibration", "evaluation")
             ],
         ),
         ({"model": {**MODEL, "task": "sentence-similarity"}}, ["model.task: is for checkpoints, "]),
-        ({"model": MODEL, "deliver": ["triton"]}, ["deliver: is for checkpoints; remove it: quantizer.load reads the"]),
-        ({"model": MODEL, "quantize": False, "fallback": {"names": ["a"]}}, ["fallback: is for a quantized model"]),
+        ({"model": MODEL, "deliver": ["triton"]}, ["deliver: is only for checkpoints; remove it, and load the"]),
+        (
+            {"model": MODEL, "quantize": False, "fallback": {"names": ["a"]}},
+            ["fallback: is not used, because quantize is false"],
+        ),
         (
             {"model": {**MODEL, "attention": "sdpa", "max_length": 64}},
             [
-                "model.attention: is not used by a source that is a function",
-                "model.max_length: is not used by a source",
+                "model.attention: is not used, because the source is a function",
+                "model.max_length: is not used, because the source",
             ],
         ),
         ({"model": {**MODEL, "inputs": "data.py"}}, ["model.inputs: got the text 'data.py'; expected the name of a"]),
         # One key that is wrong, and nothing is said of data.
         ({"model": {**MODEL, "metrics": "a:b"}}, ["model.metrics: unknown key; expected one of source, task, "]),
-        ({"model": MODEL, "fallback": {"max_drop": 0.1}, "amp": {}}, ["model.metric: is missing; expected the"]),
-        ({"model": MODEL, "amp": {"measure": "metric"}}, ["model.metric: is missing; expected the function that"]),
-        ({"model": SCORED, "qat": {}}, ["qat: trains checkpoints; remove it"]),
+        ({"model": MODEL, "fallback": {"max_drop": 0.1}, "amp": {}}, ["model.metric: is missing; expected a"]),
+        ({"model": MODEL, "amp": {"measure": "metric"}}, ["model.metric: is missing; expected a function that"]),
+        ({"model": SCORED, "qat": {}}, ["qat: trains only checkpoints; remove it"]),
         (
             {
                 "model": MODEL,
                 "export": {"dynamic": {"batch": [1, 4, 8]}},
                 "report": {"latency_batch": 16},
             },
-            ["report.latency_batch: got 16; expected 1 to 8, the export.dynamic.batch range"],
+            ["report.latency_batch: got 16; expected 1 to 8, the range of export.dynamic.batch"],
         ),
     ],
 )
@@ -94,7 +97,7 @@ def test_what_does_not_fit_together(run: dict[str, Any], problems: list[str], tm
 )
 def test_the_path_of_a_file_is_no_function(source: str, said: str, tmp_path: Path) -> None:
     (problem,) = _problems(tmp_path, {"model": {**MODEL, "source": source}})
-    assert problem.startswith(f"model.source: got {source!r}, the path of a file; expected its module, as Python imp")
+    assert problem.startswith(f"model.source: got the file {source!r}; expected its module name, as Python imp")
     assert problem.endswith(f"from the current folder: {said}")
 
 
@@ -103,9 +106,11 @@ def test_a_checkpoint_has_none_of_the_keys_of_functions(key: str, tmp_path: Path
     data = {"calibration": ROWS, "evaluation": {**ROWS, "path": "dev.csv"}}
     model = {"source": "my-model", key: "my_pkg.data:score"}
     (problem,) = _problems(tmp_path, {"model": {**model, "task": "sequence-classification"}, "data": data})
-    assert problem.startswith(f"model.{key}: is used by a source that is a function, such as 'my_pkg.nets:build'; remo")
+    assert problem.startswith(
+        f"model.{key}: is only for a source that is a function, such as 'my_pkg.nets:build'; remo"
+    )
     (problem,) = _problems(tmp_path, {"model": model, "data": data})
-    assert problem.startswith(f"model.source: got 'my-model', and {key} for a function; expected one, such as 'my_pk")
+    assert problem.startswith(f"model.source: got 'my-model' with {key}; expected a function, such as 'my_pk")
 
 
 def test_a_checkpoint_still_needs_task_and_data(tmp_path: Path) -> None:

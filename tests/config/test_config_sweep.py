@@ -88,7 +88,7 @@ def test_a_section_and_overrides_of_it(file: str) -> None:
     # What is set on the command line is not varied by the file any more, or varied otherwise.
     assert names([file], "engine.threads=4") == ["percentile=99.9", "percentile=99_98"]
     assert names([file], "engine.threads=4,8", "~sweep") == ["threads=4", "threads=8"]
-    with pytest.raises(ConfigError, match=r"a\.yaml:5: sweep: makes several runs, and one is expected here"):
+    with pytest.raises(ConfigError, match=r"a\.yaml:5: sweep: makes several runs, but this command expects one"):
         load_run(file)
     assert load_run(file, ["~sweep"]).engine.threads == 1
 
@@ -135,8 +135,8 @@ def test_mistakes(file: str) -> None:
     Path("other").mkdir()
     Path("other/a.yaml").write_text(PLAIN)
     assert "two runs have the name 'a': a.yaml, and other/a.yaml" in problem([file, "other/a.yaml"])
-    assert "has an empty value in its list" in problem([file], "engine.threads=1,")
-    assert "each run of a sweep has its own folder" in problem([file], "output=a,b")
+    assert "a value in the list is empty" in problem([file], "engine.threads=1,")
+    assert "each run of a sweep gets its own folder" in problem([file], "output=a,b")
 
 
 @pytest.mark.parametrize(

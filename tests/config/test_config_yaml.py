@@ -47,13 +47,13 @@ def test_plain_values(text: str, value: object) -> None:
     ("value", "what"),
     [
         *((value, "an octal number") for value in ("010", "-010", "0_1", "00")),
-        *((value, "a number to the base of 60") for value in ("1:30", "190:20:30", "1:30.5")),
+        *((value, "a base-60 number") for value in ("1:30", "190:20:30", "1:30.5")),
     ],
 )
 def test_numbers_that_yaml_reads_in_another_base(value: str, what: str) -> None:
     (fault,) = parse_yaml(f"a: 1\nb: {value}", "f").faults
     assert (fault.line, fault.path, fault.hole) == (2, ("b",), True)
-    assert fault.text == f"{value!r} is {what} to YAML; expected decimal digits without a leading 0: quote text"
+    assert fault.text == f"YAML reads {value!r} as {what}; expected decimal digits without a leading 0: quote text"
     assert parse_yaml(f"b: '{value}'", "f").value == {"b": value}
 
 
@@ -78,14 +78,14 @@ def test_many_aliases_do_not_explode() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "path", "match"),
     [
-        ("a: 1\nb: 2\na: 3", 3, ("a",), "written twice, first in line 1"),
-        ("x:\n  a: 1\n  a: 1", 3, ("x", "a"), "written twice, first in line 2"),
+        ("a: 1\nb: 2\na: 3", 3, ("a",), "appears twice, first in line 1"),
+        ("x:\n  a: 1\n  a: 1", 3, ("x", "a"), "appears twice, first in line 2"),
         ("a: !!python/object/apply:os.system [ls]", 1, ("a",), "'!!python/object/apply:os.system' is not allowed"),
         ("a: !local x", 1, ("a",), "'!local' is not allowed"),
         ("a: !!set {x}", 1, ("a",), "'!!set' is not allowed"),
         ("a: !!binary aGk=", 1, ("a",), "'!!binary' is not allowed"),
-        ("a: !!int x", 1, ("a",), "'x' is no !!int"),
-        ("a: !!bool x", 1, ("a",), "'x' is no !!bool"),
+        ("a: !!int x", 1, ("a",), "'x' is not a valid !!int"),
+        ("a: !!bool x", 1, ("a",), "'x' is not a valid !!bool"),
         ("a: 99999999999999999999", 1, ("a",), "too large"),
         ("a: 1\n3: x", 2, (), "the key '3' is not text"),
         ("on: x", 1, (), "the key 'on' is not text"),
@@ -105,11 +105,11 @@ def test_faults(text: str, line: int, path: tuple[str | int, ...], match: str) -
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("a: 1\nb: [1\nc: 2\n", r"f:3: the YAML does not parse: .*expected valid YAML"),
-        ("a: b: c", r"f:1: the YAML does not parse: mapping values are not allowed"),
-        ("a: 1\n\tb: 2", r"f:2: the YAML does not parse"),
-        ("a: 1\n---\nb: 2", r"f:2: the YAML does not parse: expected a single document"),
-        ("a: *x", r"f:1: the YAML does not parse: found undefined alias 'x'"),
+        ("a: 1\nb: [1\nc: 2\n", r"f:3: the YAML cannot be parsed: .*expected valid YAML"),
+        ("a: b: c", r"f:1: the YAML cannot be parsed: mapping values are not allowed"),
+        ("a: 1\n\tb: 2", r"f:2: the YAML cannot be parsed"),
+        ("a: 1\n---\nb: 2", r"f:2: the YAML cannot be parsed: expected a single document"),
+        ("a: *x", r"f:1: the YAML cannot be parsed: found undefined alias 'x'"),
         ("a: 1\nb: \x00", r"f:2: the character '\\x00' is not allowed"),
         ("[" * 1500, r"f:1: the YAML is nested too deeply"),
     ],
@@ -121,9 +121,9 @@ def test_no_yaml_at_all(text: str, match: str) -> None:
 
 def test_missing_file_names_the_others(tmp_path: Path) -> None:
     (tmp_path / "there.yaml").write_text("")
-    with pytest.raises(ConfigError, match=r"no\.yaml: there is no such file; .*in that folder: there\.yaml"):
+    with pytest.raises(ConfigError, match=r"no\.yaml: the file does not exist; .*in that folder: there\.yaml"):
         read_yaml(tmp_path / "no.yaml")
-    with pytest.raises(ConfigError, match=r"there is no such file; expected a YAML file$"):
+    with pytest.raises(ConfigError, match=r"the file does not exist; expected a YAML file$"):
         read_yaml(tmp_path / "no" / "no.yaml")
 
 

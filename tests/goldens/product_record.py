@@ -64,7 +64,7 @@ _MASKS = (
     (re.compile(r"^(Failed to load /|[IWE]\d{4} [\d:.]+ ).*\n", re.M), ""),
     (re.compile(r"(<repository>)?/\S*?/site-packages/"), "<site-packages>/"),
     # Time that is left: whether it is told depends on how long the stages took.
-    (re.compile(r", (about )?[\d.]+ (s|min|h)( or more)?( left in all)?(?=$|,)", re.M), ""),
+    (re.compile(r", (about |at least )?[\d.]+ (s|min|h)( left)?(?=$|,)", re.M), ""),
     (re.compile(r"^  [\d.]+ (s|min|h)\n", re.M), ""),
     (re.compile(rf"\b[\d.]+x \([\d.]+ ({_UNITS})\)"), r"#x (# \1)"),
     (re.compile(rf"(?<![\w.])-?\d+(\.\d+)? ({_UNITS})\b"), r"# \2"),

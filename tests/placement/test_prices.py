@@ -319,10 +319,12 @@ def test_times_of_engines_that_cannot_be_measured(
     amp = q.amp(model)
     amp(torch.randn(8, 32))
     q.fallback(amp, num=1)
-    with pytest.raises(EngineError, match=r"some fell back: call clear_fallback\(\) first"):
+    with pytest.raises(EngineError, match=r"some are kept in float: call clear_fallback\(\) first"):
         measure_latency_costs(q, model, torch.randn(8, 32))
     monkeypatch.setattr("quantizer.pipeline.time_groups.runs_here", lambda name: False)
-    with pytest.raises(EngineError, match=r"need a GPU that is not here; call it on a machine with one, or .*num="):
+    with pytest.raises(
+        EngineError, match=r"need a GPU, but this machine has none; call it on a machine with a GPU, or .*num="
+    ):
         measure_latency_costs(q, model, torch.randn(8, 32))
 
 

@@ -15,8 +15,8 @@ import yaml
 import quantizer.pipeline.time_groups as place_groups
 from quantizer.algorithms.sensitivity.latency_costs import GroupLatency, LatencyCosts
 from quantizer.cli.main import main
-from quantizer.pipeline.latency_fallback import RunPlacement
-from quantizer.pipeline.time_groups import GroupPlacer, Timing
+from quantizer.pipeline.latency_fallback import RunLatencyFallback
+from quantizer.pipeline.time_groups import GroupTimer, Timing
 from quantizer.report import RunRecord, read_record
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
@@ -80,22 +80,22 @@ def test_groups_that_are_hardly_slower_stay(
 ) -> None:
     given = place_groups.time_groups_of
     monkeypatch.setattr(place_groups, "time_groups_of", lambda *told: replace(given(*told), low_us=5000.0))
-    monkeypatch.setattr(GroupPlacer, "_faster", lambda *_: pytest.fail("an engine was built to time it"))
+    monkeypatch.setattr(GroupTimer, "_faster", lambda *_: pytest.fail("an engine was built to time it"))
     record = _run(asked)
     assert record.latency_fallback is not None
-    assert record.latency_fallback.float_groups == 0
-    assert "1 group is slower in int8 than in float, but too little to put it back" in capsys.readouterr().out
+    assert record.latency_fallback.back == 0
+    assert "1 group is slower in int8 than in float, but too little to keep it back" in capsys.readouterr().out
 
 
 def test_a_trial_is_built_for_the_chosen_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The run's configuration names the backend from before ``auto`` chose another one."""
     monkeypatch.setattr(
-        "quantizer.pipeline.latency_fallback.GroupPlacer",
+        "quantizer.pipeline.latency_fallback.GroupTimer",
         lambda **given: SimpleNamespace(latency_costs=lambda *_: given["build"](Path("a.onnx"), Path("a.engine"))),
     )
     context, chosen = MagicMock(), SimpleNamespace(config=SimpleNamespace(backend="torch"), quantize=lambda _: None)
     config = MagicMock(fallback=None, quantizer=SimpleNamespace(backend="openvino"))
-    latency_fallback = RunPlacement(context, config, tmp_path, MagicMock(several=False))
+    latency_fallback = RunLatencyFallback(context, config, tmp_path, MagicMock(several=False))
     latency_fallback.measured(chosen, MagicMock(runs_here=True))  # type: ignore[arg-type]
     assert context.timer.build.call_args.args == ("torch", Path("a.onnx"), Path("a.engine"))
 

@@ -310,7 +310,7 @@ RUN = {
             {"formats": ({"weights": "int4", "block_size": 32},)},
             {},
             {"opset": 20},
-            r"export\.opset: got 20; expected 21 or later, the first with the formats of quantizer\.formats\[0\]",
+            r"export\.opset: got 20; expected 21 or later, because the formats of quantizer\.formats\[0\]",
         ),
     ],
 )

@@ -336,11 +336,11 @@ def test_one_that_was_too_slow_is_shown_without_its_last_times() -> None:
     choice = sample_choice()
     best, slow = choice.candidates[:2]
     best = dataclasses.replace(best, milliseconds=(1.0, 39.7))
-    slow = dataclasses.replace(slow, milliseconds=(4.0,), verdict="4.00x the time at 1 x 16: too slow to go on")
+    slow = dataclasses.replace(slow, milliseconds=(4.0,), verdict="4.00x the time at 1 x 16: too slow to continue")
     both = dataclasses.replace(choice, shapes=("1 x 16", "8 x 128"), candidates=(best, slow))
     picture = candidates_svg(both)
     assert ">4.00x<" in picture
-    assert "4.00 ms at 1 x 16, 4.00x the time at 1 x 16: too slow to go on" in picture
+    assert "4.00 ms at 1 x 16, 4.00x the time at 1 x 16: too slow to continue" in picture
     assert choice_table(both, page=True).html().count("<tr") == 3
     console = Console(width=120, record=True)
     print_choice(both, console)

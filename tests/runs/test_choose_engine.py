@@ -92,8 +92,8 @@ def test_those_that_are_too_slow_are_not_timed_to_the_end() -> None:
     assert [(one.name, one.verdict) for one in choice.candidates] == [
         ("c int8", "chosen"),
         ("c float32", "4.00x the time"),
-        ("c int8 dynamic", "1.50x the time at 1 x 16: too slow to go on"),
-        ("c bfloat16", "6.10x the time at 1 x 16: too slow to go on"),
+        ("c int8 dynamic", "1.50x the time at 1 x 16: too slow to continue"),
+        ("c bfloat16", "6.10x the time at 1 x 16: too slow to continue"),
         ("b float32", "failed: it crashed"),
     ]
 
@@ -102,8 +102,8 @@ def test_bf16_is_an_engine_in_float() -> None:
     best, plain = _candidate("a", "bfloat16", 1.0, 1.0), _candidate("a", "float32", 2.0, 2.0)
     lost = choose([best, plain, _candidate("a", "int8+bfloat16", 3.0, 3.0)], SHAPES, ())
     assert lost.headline == (
-        "nothing in INT8 is faster than float here, and a bfloat16 is delivered: a int8+bfloat16 takes 3.00x "
-        "its time in the choice"
+        "no INT8 engine is faster than float on this CPU, so a bfloat16 is delivered: a int8+bfloat16 takes 3.00x "
+        "its time"
     )
     won = choose([best, plain, _candidate("a", "int8+bfloat16", 0.5, 0.5)], SHAPES, ())
     assert won.headline.endswith("in float it is a bfloat16")
@@ -145,8 +145,7 @@ def test_what_bounds_int8(saturates: bool, monkeypatch: pytest.MonkeyPatch) -> N
     slow = _candidate("a", "int8", 8.0, 32.0)
     choice = choose([slow, A_FLOAT], SHAPES, ())
     assert choice.headline == (
-        "nothing in INT8 is faster than float here, and a float32 is delivered: a int8 takes 2.00x its time "
-        "in the choice"
+        "no INT8 engine is faster than float on this CPU, so a float32 is delivered: a int8 takes 2.00x its time"
     )
     asked = []
 
@@ -174,7 +173,7 @@ def test_what_bounds_int8(saturates: bool, monkeypatch: pytest.MonkeyPatch) -> N
     ("flags", "told"),
     [
         ({"sse4_2", "avx"}, ") has no instructions for INT8: neither AVX2 nor VNNI"),
-        ({"avx2"}, ") has no VNNI, and multiplies bytes in several steps"),
+        ({"avx2"}, ") has no VNNI, and needs several instructions for INT8"),
         ({"avx2", "avx_vnni"}, ") has VNNI"),
         ({"asimddp"}, ")"),
         (set(), ")"),
@@ -188,7 +187,9 @@ def test_the_instructions_that_bound_int8(flags: set[str], told: str, monkeypatc
 
 
 def test_nothing_is_left_to_choose() -> None:
-    with pytest.raises(EngineError, match="no engine is right and runs here: b float32: failed: it crashed"):
+    with pytest.raises(
+        EngineError, match="no engine is correct and runs on this machine: b float32: failed: it crashed"
+    ):
         choose([BROKEN], SHAPES, ())
 
 
@@ -206,7 +207,7 @@ def test_a_long_reason_leaves_the_times_in_sight(capsys: pytest.CaptureFixture[s
     for shown in ("1.56", "49.38", "1402.87", "9.75", "99.25", "-0.0011", "chosen"):
         assert shown in table
     assert f"openvino int8: failed: {path} is damaged" in below
-    assert "openvino int8+bfloat16: 3.54x the time at 1 x 16 and 8 x 128: too slow to go on" in below
+    assert "openvino int8+bfloat16: 3.54x the time at 1 x 16 and 8 x 128: too slow to continue" in below
 
 
 def test_a_plan_without_sites_is_no_candidate() -> None:
@@ -214,7 +215,7 @@ def test_a_plan_without_sites_is_no_candidate() -> None:
         coverage = SimpleNamespace(share=0.0)
 
     quantizer: Any = Nothing()
-    with pytest.raises(EngineError, match="no product of this model can be quantized in this way"):
+    with pytest.raises(EngineError, match="no operation of this model can be quantized in this way"):
         require_sites(quantizer)
     quantizer.coverage = SimpleNamespace(share=0.4)
     require_sites(quantizer)

@@ -187,7 +187,7 @@ def test_engine_and_tokenizer_serve_alone(place: Place, tmp_path: Path, backend:
 
 def test_more_texts_than_it_was_built_for(place: Place) -> None:
     served = load_converted(place.done / "openvino")
-    with pytest.raises(QuantizerError, match="5 texts at once, and this engine was built for 1 to 4"):
+    with pytest.raises(QuantizerError, match="got 5 texts, but this engine was built for 1 to 4"):
         served(place.texts()[:5])
     assert served(["good " * 100])["logits"].shape == (1, 2)
 
@@ -318,7 +318,7 @@ def test_a_model_for_all_sizes_that_is_wrong_gives_way_to_fixed_sizes(
     for texts in (place.texts()[:2], ["good"], ["good " * 100, "bad"]):
         assert served.inputs(texts)["input_ids"].shape in compared
         assert served(texts)["logits"].shape == (len(texts), 2)
-    with pytest.raises(QuantizerError, match="3 texts at once, and this engine was built for 1, 2, 4, 8 alone"):
+    with pytest.raises(QuantizerError, match="3 texts, but this engine was built for 1, 2, 4, 8 alone"):
         served(place.texts()[:3])
     ids = np.ones((3, 17), np.int64)
     with pytest.raises(EngineError, match="it has no model for"):

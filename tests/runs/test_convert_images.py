@@ -99,7 +99,7 @@ def test_engine_and_processor_serve_alone(place: Path, tmp_path: Path, name: str
 def test_more_images_than_it_was_built_for(place: Path, tmp_path: Path) -> None:
     served = load_converted(_made(place, "vit"))
     paths = [row.path for row in load_examples("image-folder", path=place / "test")]
-    with pytest.raises(QuantizerError, match="5 images at once, and this engine was built for 1 to 4"):
+    with pytest.raises(QuantizerError, match="got 5 images, but this engine was built for 1 to 4"):
         served(paths[:5])
     (tmp_path / "bad.jpg").write_text("no image")
     with pytest.raises(QuantizerError, match=r"bad\.jpg cannot be read as an image"):

@@ -195,14 +195,14 @@ def test_loaded_engines_write_what_the_quantized_model_writes(converted: Path, m
 
 def test_what_the_engines_were_not_built_for_is_refused(converted: Path, tmp_path: Path) -> None:
     loaded = _loaded(converted)
-    with pytest.raises(QuantizerError, match="takes a list of texts or paths, and was given one"):
+    with pytest.raises(QuantizerError, match="takes a list of texts or paths, but got one text"):
         loaded.generate("the cat")
-    with pytest.raises(QuantizerError, match="5 samples at once, and these engines were built for 1 to 4"):
+    with pytest.raises(QuantizerError, match="5 samples, but these engines were built for 1 to 4"):
         loaded.generate(["the cat"] * 5)
-    with pytest.raises(QuantizerError, match="7 tokens, and these engines were built to write 1 to 6"):
+    with pytest.raises(QuantizerError, match="7 tokens, but these engines were built to generate 1 to 6"):
         loaded.generate(["the cat"], 7)
     (tmp_path / "config.json").write_text(json.dumps({**read_json(converted / "config.json"), "tokens": None}))
-    with pytest.raises(QuantizerError, match=r"config\.json\.tokens: expected 1 or more, got None"):
+    with pytest.raises(QuantizerError, match=r"config\.json\.tokens: expected at least 1, got None"):
         load_converted(tmp_path)
 
 
@@ -275,7 +275,7 @@ def test_engines_that_do_not_run_here_are_told_as_such(place: Path, monkeypatch:
     assert main(["convert", "-m", str(place / "t5"), *SMALL, *words, "-o", str(place / "elsewhere")]) == 0
     folder = place / "elsewhere" / "onnxruntime"
     config, record = read_json(folder / "config.json"), read_record(folder / "report.json")
-    assert config["verified"] == "not verified: built ahead of time, and there is no GPU here"
+    assert config["verified"] == "not verified: built ahead of time, and this machine has no GPU"
     assert all((folder / part["engine"]).is_file() for part in config["parts"].values())
     assert [one.form for one in record.agreement] == ["proxy"]
     assert record.latency is None
@@ -381,5 +381,5 @@ def test_default_sizes_and_limits_of_what_is_written(place: Path, tmp_path: Path
     assert most_tokens(None, t5) == 128
     assert most_tokens(None, whisper) == 92
     assert most_tokens(300, t5) == 300
-    with pytest.raises(TaskError, match=r"new_tokens: got 93, and the decoder has 100 positions, .*; give 92 or less"):
+    with pytest.raises(TaskError, match=r"new_tokens: got 93, but the decoder has 100 positions, .*; give 92 or less"):
         most_tokens(93, whisper)

@@ -87,12 +87,12 @@ def test_the_search_goes_on_with_what_the_engine_loses_more(
     assert second.drop <= BUDGET
     assert len(fallback.groups) == second.groups >= first.groups
     assert fallback.max_drop == BUDGET
-    assert "and 0.1 is allowed: the search goes on with 0.06000" in " ".join(capsys.readouterr().out.split())
+    assert "and 0.1 is allowed: the search continues with 0.06000" in " ".join(capsys.readouterr().out.split())
     assert "not met" not in evaluation_caption(fallback)
     # The search saw all other samples.
-    assert {check.rows for check in fallback.checks} == {len(rows) // 3}
+    assert {check.samples for check in fallback.checks} == {len(rows) // 3}
     assert searched == [[row for place, row in enumerate(rows) if place % 3 != 2]]
-    assert f"on {second.rows} rows that the search did not see, the engine" in evaluation_caption(fallback)
+    assert f"on {second.samples} rows that the search did not see, the engine" in evaluation_caption(fallback)
     told = read_json(Path("out/config.json"))["quantization"]
     assert [one["drop"] for one in told["budget"]] == [first.drop, second.drop]
     assert Path("out/quantizer").is_dir()
@@ -136,7 +136,7 @@ def test_a_budget_that_no_engine_meets_ends_after_three_and_says_so() -> None:
     engines = Engines(ROWS, [0.11, 0.11, 0.12, 0.0])
     assert engines.allowed() == pytest.approx([0.09, 0.08])
     assert [check.drop for check in engines.checks] == pytest.approx([0.11, 0.11, 0.12])
-    assert [check.rows for check in engines.checks] == [2, 2, 2]
+    assert [check.samples for check in engines.checks] == [2, 2, 2]
     missed = "the budget is not met on the engine, and this is the best plan found"
     assert missed in engines.console.export_text()
     fallback = FallbackRecord(groups=("a",), reason="", max_drop=BUDGET, checks=tuple(engines.checks))

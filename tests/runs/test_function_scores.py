@@ -52,29 +52,31 @@ def test_scores_of_rows_are_their_mean_with_an_interval(form: Callable[[Any], An
     base, other = (_Decided(form(row.tolist())) for row in DECISIONS)
     first, second = _scorer(lambda model: model.decisions, base).scores({"proxy": other})
     assert (first.value, second.value) == pytest.approx(tuple(DECISIONS.mean(axis=1)))
-    assert (first.rows, second.rows, first.interval) == (60, 60, None)
+    assert (first.samples, second.samples, first.interval) == (60, 60, None)
     # The interval of a task of ours that scores the same rows by accuracy.
     assert second.interval == pytest.approx(bootstrap_interval(accuracy, *DECISIONS, np.ones(60)))
 
 
 def test_a_number_has_no_interval() -> None:
     _, told = _scorer(lambda model: torch.tensor([model.decisions]), _Decided(0.5)).scores({"proxy": _Decided(0.25)})
-    assert (told.value, told.difference, told.interval, told.rows) == (0.25, -0.25, None, None)
+    assert (told.value, told.difference, told.interval, told.samples) == (0.25, -0.25, None, None)
 
 
 def test_scores_of_other_rows_than_the_float_models_are_refused() -> None:
     scorer = _scorer(lambda model: model.decisions, _Decided([1.0, 0.0, 1.0]))
-    with pytest.raises(TaskError, match=r"returned scores of 2 rows for the proxy, and scores of 3 rows for the float"):
+    with pytest.raises(
+        TaskError, match=r"returned scores of 2 samples for the proxy, but scores of 3 samples for the float"
+    ):
         scorer.scores({"proxy": _Decided([1.0, 0.0])})
-    with pytest.raises(TaskError, match="returned a number for the proxy, and scores of 3 rows for the float model"):
+    with pytest.raises(TaskError, match="returned a number for the proxy, but scores of 3 samples for the float model"):
         scorer.scores({"proxy": _Decided(1.0)})
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("0.5", "returned a str; expected a number, or one for each row"),
-        (None, "returned a NoneType; expected a number, or one for each row"),
+        ("0.5", "returned a str; expected a number, or one for each sample"),
+        (None, "returned a NoneType; expected a number, or one for each sample"),
         ({"accuracy": 0.5}, "returned a dict; expected a number"),
         ([[0.5, 0.5], [0.5, 0.5]], r"returned values of the shape \[2, 2\]; expected a number"),
         ([], r"returned values of the shape \[0\]; expected a number"),
@@ -83,4 +85,4 @@ def test_scores_of_other_rows_than_the_float_models_are_refused() -> None:
 )
 def test_what_is_no_score_is_refused(given: Any, message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        FunctionMetric(lambda _: given, higher_is_better=True).told(nn.Identity(), "float")
+        FunctionMetric(lambda _: given, higher_is_better=True).checked_score(nn.Identity(), "float")

@@ -103,7 +103,7 @@ def test_a_budget_by_the_function() -> None:
     record = _record()
     assert record.fallback.max_drop == 0.5
     (check,) = record.fallback.checks
-    assert check.rows is None
+    assert check.samples is None
     assert check.drop == pytest.approx(-(record.scores[2].difference or 0.0))
     assert record.fallback.outcome.verdict == "met"
     # No score is kept beside a complete run.
@@ -165,7 +165,7 @@ def test_an_engine_that_loses_more_by_the_function_narrows_the_search(folder: Pa
     engine = object()
     assert budget.next_drop(engine, 1) == pytest.approx(0.05)  # type: ignore[arg-type]
     assert budget.next_drop(engine, 2) is None  # type: ignore[arg-type]
-    assert [(check.rows, check.groups) for check in budget.checks] == [(None, 1), (None, 2)]
+    assert [(check.samples, check.groups) for check in budget.checks] == [(None, 1), (None, 2)]
     unchecked = EngineBudget(context, 0.1, [], checked=False, function=_Scorer([0.15]))
     assert unchecked.next_drop(engine, 1) is None  # type: ignore[arg-type]
 

@@ -286,7 +286,7 @@ def test_an_engine_that_does_not_fit_is_built(gpu: Gpu, why: str) -> None:
         (gpu.folder / "model.engine").unlink()
     done = gpu.run()
     assert done.returncode == 0, done.stderr
-    told = {"stale": "not compatible with this version", "missing": "there is no model.engine"}[why]
+    told = {"stale": "not compatible with this version", "missing": "model.engine is missing"}[why]
     assert f"{told}" in done.stdout.splitlines()[0]
     build = gpu.calls[1 if why == "stale" else 0]
     assert build == {"tool": "trtexec", "saveEngine": str(gpu.results / "model.plan"), **BUILT}
@@ -324,7 +324,7 @@ def test_an_engine_for_another_gpu_is_built(rtx: Gpu) -> None:
     rtx.is_of("12.0")
     done = rtx.run()
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("model.engine is for sm89, and this GPU is sm120: it is built of model.onnx")
+    assert done.stdout.startswith("model.engine is for sm89, but this GPU is sm120: building it from model.onnx")
     assert "onnx" in rtx.calls[0]
     assert not (rtx.results / "triton").exists()
 
@@ -334,7 +334,7 @@ def test_trtexec_alone_builds_what_tensorrt_rtx_built_ahead_of_time(rtx: Gpu) ->
     rtx.has("trtexec")
     done = rtx.run()
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("model.engine is an engine of another library than that of trtexec: it is built")
+    assert done.stdout.startswith("model.engine belongs to another library than trtexec: building it")
     assert [call["tool"] for call in rtx.calls] == ["trtexec"] * 3
     assert (rtx.results / "triton" / "my-model" / "1" / "model.plan").exists()
 
@@ -352,14 +352,14 @@ def test_a_missing_trtexec_is_told(gpu: Gpu) -> None:
     (gpu.tools / "trtexec").rename(elsewhere)
     assert gpu.run(TRTEXEC=str(elsewhere)).returncode == 0
     done = gpu.run(TRTEXEC="nowhere")
-    assert (done.returncode, done.stderr) == (2, "run_on_gpu.sh: TRTEXEC is nowhere, which is no program\n")
+    assert (done.returncode, done.stderr) == (2, "run_on_gpu.sh: TRTEXEC is nowhere, which is not a program\n")
 
 
 def test_without_python_the_engine_is_timed_and_the_end_is_no_success(gpu: Gpu) -> None:
     gpu.lacks("python3")
     done = gpu.run()
     assert done.returncode == 2
-    assert "python3 is missing: the engine is timed, and its outputs are not compared" in done.stdout
+    assert "python3 is missing: the engine is benchmarked, but its outputs are not compared" in done.stdout
     assert done.stdout.count("Latency") == 2
 
 
@@ -376,7 +376,7 @@ def test_an_export_that_cannot_be_read_is_told(gpu: Gpu) -> None:
     assert done.returncode == 2
     assert "output 'logits' has the dimensions [1, 1], expected [1, 2]" in done.stderr
     del gpu.outputs["1x4"]["logits"]
-    assert "output 'logits' is missing; there are hidden" in gpu.run().stderr
+    assert "output 'logits' is missing; the outputs are hidden" in gpu.run().stderr
 
 
 def test_a_folder_that_was_copied_in_part_is_told(gpu: Gpu) -> None:

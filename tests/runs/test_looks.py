@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from quantizer.tasks.datasets.rows import load_examples
 
 from quantizer.config import DatasetConfig
 from quantizer.errors import TaskError
 from quantizer.pipeline import preflight as run_ready
-from quantizer.pipeline.faults import Looks
-from quantizer.tasks.datasets.examples import load_examples
+from quantizer.pipeline.preflight_checks import ReadCache
 
 
 def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,17 +22,17 @@ def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: p
         read.append(place)
         return whole(*place)
 
-    whole = run_ready.all_examples
-    monkeypatch.setattr(run_ready, "all_examples", counted)
-    looks = Looks()
+    whole = run_ready.whole_data
+    monkeypatch.setattr(run_ready, "whole_data", counted)
+    cache = ReadCache()
     for count in range(1, 11):
         section = DatasetConfig(name="text-csv", path=str(path), samples=count, offset=count)
-        assert run_ready._rows("calibration", section, looks) == load_examples(
+        assert run_ready._rows("calibration", section, cache) == load_examples(
             "text-csv", path=path, samples=count, offset=count
         )
     assert len(read) == 1
     with pytest.raises(TaskError, match=r"data\.calibration: .* has 20 samples, fewer than"):
-        run_ready._rows("calibration", DatasetConfig(name="text-csv", path=str(path), samples=99), looks)
+        run_ready._rows("calibration", DatasetConfig(name="text-csv", path=str(path), samples=99), cache)
 
 
 def test_an_error_is_raised_each_time_and_found_once() -> None:
@@ -42,8 +42,8 @@ def test_an_error_is_raised_each_time_and_found_once() -> None:
         asked.append(1)
         raise TaskError("it is missing")
 
-    looks = Looks()
+    cache = ReadCache()
     for _ in range(3):
         with pytest.raises(TaskError, match="it is missing"):
-            looks.once("model", missing)
+            cache.once("model", missing)
     assert len(asked) == 1

@@ -25,8 +25,8 @@ from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import MissingDependencyError, QuantizerError, TaskError, install_command
 from quantizer.pipeline import preflight as run_ready
 from quantizer.pipeline.context import RunExamples
-from quantizer.pipeline.faults import Faults
 from quantizer.pipeline.preflight import ready_to_run, run_estimate, sample_passes
+from quantizer.pipeline.preflight_checks import Faults
 from quantizer.pipeline.sweep import ready_to_sweep
 from quantizer.utils.files import begun_in, temporary
 from quantizer.utils.files.temporary import new_name
@@ -58,7 +58,7 @@ def test_a_run_that_can_start(values: dict[str, Any], tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     ready = _ready(values, tmp_path)
     assert not ready.notes
-    assert ready.estimate.startswith("time: not known before a first run; 280 samples of about ")
+    assert ready.estimate.startswith("time: unknown before a first run; at least 280 samples of about ")
     assert " GiB, for 5 copies of 0.0 M parameters in float32" in ready.estimate
     # The same each time: no measurement is in it.
     assert _ready(values, tmp_path).estimate == ready.estimate
@@ -72,7 +72,7 @@ def test_everything_that_is_wrong_is_told_at_once(
     values["data"]["calibration"]["path"] = str(tmp_path / "none.csv")
     (tmp_path / "taken").write_text("")
     values["output"] = str(tmp_path / "taken" / "done")
-    monkeypatch.setattr("quantizer.pipeline.faults.find_spec", _without("onnxscript", "jinja2"))
+    monkeypatch.setattr("quantizer.pipeline.preflight_checks.find_spec", _without("onnxscript", "jinja2"))
     with pytest.raises(QuantizerError, match="for 4 reasons") as told:
         _ready(values, tmp_path)
     first, *lines = str(told.value).splitlines()
@@ -114,7 +114,7 @@ def test_a_speed_goal_without_the_gpu_that_it_is_timed_on(
 ) -> None:
     monkeypatch.setattr(run_ready, "runs_here", lambda name: False)
     values["fallback"] = {"min_speedup": 2.0}
-    with pytest.raises(QuantizerError, match=r"min_speedup goes by measured times.*expected num, ratio, names or"):
+    with pytest.raises(QuantizerError, match=r"min_speedup needs measured latencies.*expected num, ratio, names or"):
         _ready(values, tmp_path)
     values["fallback"] = {"num": 1}
     _ready(values, tmp_path)
@@ -139,7 +139,7 @@ def test_one_missing_package_is_the_error_that_it_always_was() -> None:
 
 def test_a_folder_that_holds_something_else(values: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "done").mkdir()
-    assert "exists already: run replaces it only with --force" in _ready(values, tmp_path).notes[0]
+    assert "already exists: use --force to replace it" in _ready(values, tmp_path).notes[0]
     (tmp_path / "done" / "thesis.tex").write_text("")
     with pytest.raises(QuantizerError, match=r"done .*nothing was changed: choose another folder"):
         _ready(values, tmp_path)
@@ -147,7 +147,7 @@ def test_a_folder_that_holds_something_else(values: dict[str, Any], tmp_path: Pa
 
 def test_a_name_too_long_for_the_files_beside_it(values: dict[str, Any], tmp_path: Path) -> None:
     values["output"] = str(tmp_path / ("n" * 247))
-    with pytest.raises(QuantizerError, match=r"its name has 247 bytes, .*: choose a name of at most 246 bytes"):
+    with pytest.raises(QuantizerError, match=r"its name has 247 bytes, .*; use a name of at most 246 bytes"):
         _ready(values, tmp_path)
     values["output"] = str(tmp_path / ("n" * 256))
     with pytest.raises(QuantizerError, match=r"n cannot be written: File name too long; choose another path$"):
@@ -200,8 +200,8 @@ def test_the_time_is_that_of_an_earlier_run_of_the_same_work(
     (tmp_path / "before").mkdir()
     (tmp_path / "before" / "report.json").write_text(json.dumps({"config": config, "choice": None, "stages": stages}))
     estimate = _ready(values | change, tmp_path).estimate
-    assert estimate.startswith("time: about 1 min, as the same took before; memory: about ") is known
-    assert estimate.startswith("time: not known before a first run; ") is not known
+    assert estimate.startswith("time: about 1 min, as in an earlier run; memory: about ") is known
+    assert estimate.startswith("time: unknown before a first run; at least ") is not known
 
 
 def test_validate_tells_all_of_it(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +209,7 @@ def test_validate_tells_all_of_it(values: dict[str, Any], tmp_path: Path, capsys
     _config(values, tmp_path)
     assert main(["validate", path]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"ok: {path}\n  time: not known before a first run; ")
+    assert out.startswith(f"ok: {path}\n  time: unknown before a first run; at least ")
     (tmp_path / "calibration.csv").unlink()
     (tmp_path / "evaluation.csv").unlink()
     assert main(["validate", path]) == 1
@@ -262,7 +262,7 @@ def test_a_conversion_refuses_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert main(["convert", "-m", "any"]) == 1
-    assert "quantizer convert is one process, and this is rank 1 of 2" in capsys.readouterr().err
+    assert "quantizer convert runs in one process, and this is rank 1 of 2" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "1")
     main(["convert", "-m", "any"])
     assert "is one process" not in capsys.readouterr().err

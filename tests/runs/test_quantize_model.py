@@ -20,7 +20,7 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
 import quantizer
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import CalibrationError, CalibrationWarning, ConfigError, EngineError, QuantizerError, TaskError
-from quantizer.pipeline.latency_fallback import RunPlacement
+from quantizer.pipeline.latency_fallback import RunLatencyFallback
 from quantizer.report import read_record
 from quantizer.report.compare import compare, read_runs
 from quantizer.report.compare_shown import html_from_comparison
@@ -261,7 +261,7 @@ def test_the_model_is_not_changed_and_its_mode_is_none_of_the_result() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         expected = _net()(_images()[0])
-    with pytest.warns(CalibrationWarning, match="the model is in train mode, and a copy of it in eval mode"):
+    with pytest.warns(CalibrationWarning, match="the model is in train mode; a copy in eval mode"):
         result = _quantize(model, _images())
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -330,11 +330,11 @@ class _Variadic(nn.Module):
     ("model", "data", "error", "said"),
     [
         (_net, [], CalibrationError, "the calibration data is empty"),
-        (_net, [(torch.ones(2, 3, 8, 8), torch.ones(2), torch.ones(2))], CalibrationError, "which parts are inputs"),
-        (_net, [{"image": [1.0]}], CalibrationError, "image is list; expected a tensor with the rows"),
+        (_net, [(torch.ones(2, 3, 8, 8), torch.ones(2), torch.ones(2))], CalibrationError, "which of them are its"),
+        (_net, [{"image": [1.0]}], CalibrationError, "image is list; expected a tensor with the samples"),
         (_net, [torch.tensor(1.0)], CalibrationError, r"image is a tensor of shape \[\]; expected a tensor with"),
         (_Variadic, [torch.ones(2, 3)], CalibrationError, "variadic positional arguments have no names"),
-        (lambda: "net", [torch.ones(2, 3)], QuantizerError, "takes a float model, a torch.nn.Module, and this is"),
+        (lambda: "net", [torch.ones(2, 3)], QuantizerError, "expects a float torch.nn.Module, but got"),
     ],
 )
 def test_what_does_not_fit(model: Callable[[], Any], data: list[Any], error: type[Exception], said: str) -> None:
@@ -355,7 +355,7 @@ def test_a_format_of_a_later_opset(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnx
 
     # On a busy machine a head of 8 inputs may be timed as slower than in float, and be kept in float.
-    monkeypatch.setattr(RunPlacement, "measured", lambda *_: None)
+    monkeypatch.setattr(RunLatencyFallback, "measured", lambda *_: None)
     openvino = next(name for name in cpu_candidates()[0] if name.startswith("openvino"))
     four = [{"weights": "int4", "kinds": ["linear"]}]
     made = _quantize(_net(), _images(), backend=openvino, formats=four)

@@ -99,9 +99,9 @@ def test_a_model_for_all_sizes_that_is_wrong_gives_way_to_fixed_sizes(tmp_path: 
     torch.manual_seed(0)
     model = Gated().eval()
     made = _quantized(model, (16, 8, 8), "openvino")
-    (note,) = made.record.fixed_sizes
-    assert note.startswith("the engine takes batch 1, 2, 4, ")
-    assert "alone, with a model for each: openvino's model for all sizes is wrong (SQNR " in note
+    (note,) = made.record.fixed
+    assert note.startswith("the engine accepts only batch 1, 2, 4, ")
+    assert ", with a model for each: openvino's model for all sizes is wrong (SQNR " in note
     assert " ".join(note.split()) in " ".join(made.summary().split())
     assert made.record.engine_refused is None
     engine = quantizer.load(made.save(tmp_path / "saved"))
@@ -122,7 +122,9 @@ def test_a_score_that_needs_other_sizes_is_an_error() -> None:
     def score(model: Any) -> float:
         return float(model(torch.randn(3, 16, 8, 8)).detach().mean())
 
-    with pytest.raises(EngineError, match=r"the engine is refused: .*, and its score needs others: .* no model for x"):
+    with pytest.raises(
+        EngineError, match=r"the engine is refused: .*, but its score needs other sizes: .* no model for x"
+    ):
         quantizer.quantize_model(model, data, score=score, backend="openvino", preset="plain")
 
 
@@ -139,15 +141,17 @@ def test_an_engine_that_is_wrong_at_one_size_is_refused(
     assert f"the engine is refused: {backend} engine, batch 2, output" in said
     assert "SQNR 6." in said
     assert "expected an SQNR of 30 dB or more, or at most 3 dB further from the float model than PyTorch" in said
-    assert "does not compute what the model computes at batch 2, and does at batch 4, batch 1, " in said
-    assert "Take another backend (`auto` takes the fastest that is right)" in said
+    assert "does not compute the same as the model at batch 2, but does at batch 4, batch 1, " in said
+    assert "Use another backend (`auto` chooses the fastest correct engine)" in said
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("quantizer-")]
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 def test_an_engine_of_no_numbers_is_refused(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     plant(monkeypatch, QUANTIZED_STEM, factor=factor)
-    with pytest.raises(EngineError, match=r"the engine is refused: .* it holds NaN or infinite values where PyTorch's"):
+    with pytest.raises(
+        EngineError, match=r"the engine is refused: .* its NaN or infinite values differ from PyTorch's"
+    ):
         _quantized(_net(), (32,), "onnxruntime")
 
 
@@ -158,7 +162,7 @@ def test_an_engine_that_does_not_run_at_a_size_is_refused(monkeypatch: pytest.Mo
         return False
 
     plant(monkeypatch, QUANTIZED_STEM, fails)
-    with pytest.raises(EngineError, match="it does not run at batch 1, where PyTorch does: no memory"):
+    with pytest.raises(EngineError, match="it does not run at batch 1, but PyTorch does: no memory"):
         _quantized(_net(), (32,), "onnxruntime")
 
 
@@ -177,7 +181,7 @@ def test_a_wrong_float_engine_is_not_delivered(monkeypatch: pytest.MonkeyPatch, 
     folder = made.save(tmp_path / "saved")
     assert not (folder / "float.engine").exists()
     assert read_record(folder / "report.json").float_engine_refused == made.record.float_engine_refused
-    with pytest.raises(EngineError, match=r"holds no float\.engine: the run refused it: .*6\.0 dB"):
+    with pytest.raises(EngineError, match=r"has no float\.engine, because the run refused it: .*6\.0 dB"):
         quantizer.load(folder, float_engine=True)
 
 
@@ -192,7 +196,7 @@ def test_a_run_keeps_what_tells_the_cause_of_a_refused_engine(
     said = " ".join("".join(capsys.readouterr()).split())
     folder = tmp_path / "out"
     assert "the engine is refused: openvino engine, batch 8 x sequence 16, output 'logits': SQNR 6.0 dB" in said
-    assert f"{folder} holds the report, the quantizer and model.onnx" in said
+    assert f"{folder} contains the report, the quantizer and model.onnx" in said
     assert "engine refused, see the verdict" in said
     assert {"model.onnx", "float.engine", "report.json", "quantizer"} <= {path.name for path in folder.iterdir()}
     assert not list(folder.rglob("model.engine*"))
@@ -204,7 +208,9 @@ def test_a_run_keeps_what_tells_the_cause_of_a_refused_engine(
     verdict = verdict_of(record)
     assert verdict.level == "do not use"
     assert verdict.reasons[0].startswith("the engine is refused, and was removed: openvino engine, batch 8")
-    with pytest.raises(EngineError, match=r"holds no model\.engine: the run refused it: openvino engine, batch 8"):
+    with pytest.raises(
+        EngineError, match=r"has no model\.engine, because the run refused it: openvino engine, batch 8"
+    ):
         quantizer.load(folder)
     # The file alone can be built, for whoever knows better.
     assert build_engine("openvino", folder / "model.onnx", tmp_path / "mine.engine").size_bytes

@@ -245,7 +245,7 @@ def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.Capture
     assert [score.form for score in record.scores] == ["float", "proxy", "simulation"]
     assert record.latency is None
     assert record.memory == ()
-    assert record.engine.verified == "not verified: built ahead of time, and there is no GPU here"
+    assert record.engine.verified == "not verified: built ahead of time, and this machine has no GPU"
     assert (at / "out" / "model.engine").stat().st_size > 10_000
     assert not record.inspection.verified
     assert record.inspection.note.startswith("an engine of tensorrt-rtx needs an NVIDIA GPU, which this machine lacks")

@@ -112,7 +112,7 @@ def test_float_wins_and_is_named_in_the_end(
     said = capsys.readouterr().out
     record = read_record(at / "done" / "report.json")
     assert record.choice.headline.startswith(
-        f"nothing in INT8 is faster than float here, and {ONNXRUNTIME} float32 is delivered"
+        f"no INT8 engine is faster than float on this CPU, so {ONNXRUNTIME} float32 is delivered"
     )
     assert record.choice.deploy == "float.engine; the quantized model.engine beside it has 0.50x its speed"
     assert said.splitlines()[-1] == f"deploy  {record.choice.deploy}"
@@ -133,7 +133,7 @@ def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     _taking(TIMES, monkeypatch)
     assert main(["run", "tiny.yaml"]) == 1
     said = capsys.readouterr().err
-    assert "no quantized engine is right and runs here: " in said
+    assert "no quantized engine is correct and runs on this machine: " in said
     assert f"{ONNXRUNTIME} int8: failed: building it crashed" in said
     assert not (at / "done").exists()
 
@@ -153,7 +153,7 @@ def test_a_stopped_choice_goes_on(
     _taking(TIMES, monkeypatch)
     assert main(["run", "tiny.yaml"]) == 130
     said = capsys.readouterr().err
-    assert f"the engines are kept in {at / 'done.engines'}; the same command goes on with them" in said
+    assert f"the engines are kept in {at / 'done.engines'}; run the same command again to resume" in said
     first = list(names)
     assert len(list((at / "done.engines").glob("*/file"))) == 2
 
@@ -247,7 +247,7 @@ def test_a_backend_that_is_far_slower_gets_no_plan(
     record = read_record(at / "done" / "report.json")
     verdicts = {one.name: one.verdict for one in record.choice.candidates}
     assert verdicts[f"{OPENVINO} int8"] == "chosen"
-    why = f"not built: with ranges by largest values it takes 1.21x the time of {OPENVINO} int8"
+    why = f"not built: with max calibration it takes 1.21x the time of {OPENVINO} int8"
     assert verdicts[f"{ONNXRUNTIME} int8"] == ("1.19x the time" if plans else why)
     assert (why in " ".join(capsys.readouterr().out.split())) is not plans
 
@@ -376,8 +376,8 @@ def test_a_conversion_delivers_float_where_it_is_faster(at: Path, monkeypatch: p
     assert folder.name == OPENVINO
     choice = read_record(folder / "report.json").choice
     assert choice.headline.startswith(
-        f"nothing in INT8 is faster than float here, and {OPENVINO} float32 is delivered: {ONNXRUNTIME} int8 takes "
-        f"2.00x its time in the choice. This CPU ({choice.instructions})"
+        f"no INT8 engine is faster than float on this CPU, so {OPENVINO} float32 is delivered: {ONNXRUNTIME} int8 "
+        f"takes 2.00x its time. This CPU ({choice.instructions})"
     )
     assert f"the time of {ONNXRUNTIME} int8 is spent " in choice.headline
     assert choice.shapes == ("2 x 24", "1 x 16", "4 x 32")
@@ -388,7 +388,7 @@ def test_a_conversion_delivers_float_where_it_is_faster(at: Path, monkeypatch: p
     assert not load_run(folder / "config.yaml").quantize
     assert load.load_converted(folder)(["a good film", "dull"])["logits"].shape[0] == 2
     monkeypatch.setattr(load, "collect_machine", lambda: {"instructions": "neon"})
-    with pytest.warns(UserWarning, match="chosen as the fastest on a CPU with .* and this one has neon"):
+    with pytest.warns(UserWarning, match="was the fastest on a CPU with .* but this CPU has neon"):
         load.load_converted(folder)
 
 

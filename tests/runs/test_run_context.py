@@ -98,7 +98,7 @@ def _engines(folder: Path, error: type[BaseException] | None) -> None:
 
 
 def test_engines_are_kept_after_an_interrupt_alone(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt, match=r"the engines are kept in .*out\.engines; the same command goes on"):
+    with pytest.raises(KeyboardInterrupt, match=r"the engines are kept in .*out\.engines; run the same command again"):
         _engines(tmp_path, KeyboardInterrupt)
     assert _names(tmp_path) == ["out.engines"]
     with pytest.raises(QuantizerError, match="stopped"):
@@ -122,7 +122,7 @@ def test_a_signal_to_end_stays_one(tmp_path: Path) -> None:
             kept.scores.get(["one"], lambda: 0.5)
             raise Terminated
 
-    with pytest.raises(Terminated, match=r"the scores are kept in .*out\.search; the same command goes on"):
+    with pytest.raises(Terminated, match=r"the scores are kept in .*out\.search; run the same command again"):
         ended()
 
 
@@ -140,7 +140,7 @@ def test_a_name_that_is_too_long_for_the_files_beside_it_is_told_first(tmp_path:
         pass
     for name in ("n" * 248, "\u00e9" * 124):
         with (
-            pytest.raises(QuantizerError, match=r"its name has 248 bytes, .*: choose a name of at most 246 bytes"),
+            pytest.raises(QuantizerError, match=r"its name has 248 bytes, .*; use a name of at most 246 bytes"),
             resume_files(tmp_path / name, searches=False, trains=False),
         ):
             raise AssertionError("work was done")

@@ -63,7 +63,7 @@ def _distance(self: Any, model: nn.Module) -> float:
 
 def patched(patch: Callable[[str, Any], None]) -> None:
     """Let no time of this machine decide, as which groups are slower in an engine changes from run to run."""
-    patch("quantizer.pipeline.stages.RunPlacement.timed", lambda *_: None)
+    patch("quantizer.pipeline.stages.RunLatencyFallback.timed", lambda *_: None)
     patch("quantizer.pipeline.stages.measure_memory", lambda *_: ())
     patch("quantizer.pipeline.scores.TaskMetric.__call__", _distance)
 
@@ -252,7 +252,7 @@ def test_a_sweep_is_one_process(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert main(["run", str(_write(_files(tmp_path), tmp_path)), "amp.batches=1,2"]) == 1
-    assert "a sweep is one process, and this is rank 1 of 2" in capsys.readouterr().err
+    assert "a sweep runs in one process, and this is rank 1 of 2" in capsys.readouterr().err
 
 
 def test_processes_that_do_not_find_each_other(
@@ -263,5 +263,5 @@ def test_processes_that_do_not_find_each_other(
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert main(["run", str(config), "--output", str(tmp_path / "out")]) == 1
-    assert "which do not find each other" in capsys.readouterr().err
+    assert "but the processes cannot connect" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -25,7 +25,7 @@ from quantizer.algorithms.sensitivity import Fallback
 from quantizer.cli.main import main
 from quantizer.engines import BuildResult, Inspection
 from quantizer.errors import EngineError
-from quantizer.pipeline.latency_fallback import RunPlacement
+from quantizer.pipeline.latency_fallback import RunLatencyFallback
 from quantizer.pipeline.run_engines import RunEngines
 from quantizer.pipeline.scores import TaskMetric
 from quantizer.report import RunRecord, read_record
@@ -126,7 +126,7 @@ def search(files: dict[str, Any], expected: Expected, tmp_path: Path, monkeypatc
     monkeypatch.setattr(RunEngines, "inspect", lambda *_: unseen)
     monkeypatch.setattr(RunEngines, "load", lambda *_: {})
     monkeypatch.setattr(RunEngines, "runs_here", False)
-    monkeypatch.setattr(RunPlacement, "measured", lambda *_: None)
+    monkeypatch.setattr(RunLatencyFallback, "measured", lambda *_: None)
     return search
 
 
@@ -157,8 +157,8 @@ def test_a_search_meets_its_budget(search: Search, capsys: pytest.CaptureFixture
     assert float(said[3]) == pytest.approx(search.scores[0], abs=1e-5)
     assert float(said[3]) - float(said[2]) <= 0.02 + 1e-5
     assert any(float(said[2]) == pytest.approx(score, abs=1e-5) for score in search.scores)
-    assert f"until the run is complete, each score is kept in {Path.cwd() / 'out.search'}" in out
-    assert record.fallback.outcome.tuning_drop <= record.fallback.outcome.max_drop == 0.02
+    assert f"scores are kept until the run is complete in {Path.cwd() / 'out.search'}" in out
+    assert record.fallback.outcome.tuning <= record.fallback.outcome.asked == 0.02
     assert _left() == {"tiny.yaml", "out"}
     assert [row.group for row in record.sensitivity if row.fallback] == list(record.fallback.groups)
 
@@ -169,7 +169,7 @@ def _no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     def enough(*_: Any, **__: Any) -> None:
         raise EngineError("far enough")
 
-    monkeypatch.setattr(RunPlacement, "measured", lambda *_: None)
+    monkeypatch.setattr(RunLatencyFallback, "measured", lambda *_: None)
     monkeypatch.setattr(Quantizer, "quantize", enough)
 
 
@@ -194,7 +194,7 @@ def test_an_interrupted_search_goes_on(
             assert said == "interrupted: nothing was written\n"
             assert _left() == {"tiny.yaml"}
         else:
-            assert said == f"interrupted: the scores are kept in {kept}; the same command goes on with them\n"
+            assert said == f"interrupted: the scores are kept in {kept}; run the same command again to resume\n"
             assert _left() == {"tiny.yaml", "out.search"}
             assert len(list(kept.rglob("entry.json"))) == number - 1
         search.stop, search.found = 0, None

@@ -93,12 +93,12 @@ def test_a_saved_engine_is_called_as_the_model(made: Any, saved: Path) -> None:
     torch.testing.assert_close(plain(**batch)["out"], expected["out"], rtol=1e-4, atol=1e-4)
     with pytest.raises(EngineError, match=r"the input does not fit Parts.forward\(x, \*, weight\)"):
         engine(batch["x"], batch["weight"])
-    with pytest.raises(EngineError, match=r"x is a numpy array; expected a tensor, as torch\.from_numpy makes of it"):
+    with pytest.raises(EngineError, match=r"x is a numpy array; expected a tensor: convert it with torch\.from_numpy"):
         engine(batch["x"].numpy(), weight=batch["weight"])
 
 
 def test_the_parent_of_a_folder_that_can_be_loaded_leads_to_it(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(QuantizerError, match=r'a run lies in it: quantizer\.load\(".*parts"\)$'):
+    with pytest.raises(QuantizerError, match=r'it contains a run: quantizer\.load\(".*parts"\)$'):
         quantizer.load(saved.parent)
     (tmp_path / "openvino").mkdir()
     (tmp_path / "openvino" / "model.engine").touch()
@@ -185,7 +185,7 @@ def test_a_cure_can_be_given_as_it_is_shown() -> None:
 @pytest.mark.parametrize(
     ("fallback", "said"),
     [
-        ({"max_drop": 0.1}, "expected score=, a function of a model"),
+        ({"max_drop": 0.1}, "expected score=, a function of the model"),
         ({"num": 0}, "fallback.num: got the whole number 0"),
         ({"nums": 3}, "did you mean 'num'"),
         ({}, "none of num"),

@@ -126,7 +126,7 @@ def test_an_output_of_a_batch_alone_has_dims_that_triton_takes(tmp_path: Path) -
 
 def test_a_type_that_triton_lacks_is_told(tmp_path: Path) -> None:
     odd = Signature(TEXTS.inputs, (Value("codes", "float8_e4m3fn", ("batch",)),))
-    with pytest.raises(EngineError, match=r"output 'codes' is of type float8_e4m3fn, which Triton does not know"):
+    with pytest.raises(EngineError, match=r"output 'codes' has type float8_e4m3fn, which Triton does not support"):
         config_text(served(tmp_path, "onnxruntime", signature=odd))
 
 

@@ -143,9 +143,9 @@ def test_killed_and_started_again(
     monkeypatch.setattr(Pace, "add", lambda pace, place, _: add(pace, place, 60.0))
     assert main(command) == 130
     said = capsys.readouterr()
-    assert f"1 of 2 runs complete, in {at / 'swept'}; the same command goes on with the others" in said.err
+    assert f"1 of 2 runs complete, in {at / 'swept'}; run the same command again to continue" in said.err
     assert f"run 1 of 2: {FIRST}\n" in said.out
-    assert f"run 2 of 2: {SECOND}, at most about 1 min left in all\n" in said.out
+    assert f"run 2 of 2: {SECOND}, at most about 1 min left\n" in said.out
     before = (at / "swept" / FIRST / "report.json").read_bytes()
     monkeypatch.setattr(one_run, "carry_out", carry_out)
     assert main(command) == 0
@@ -159,7 +159,7 @@ def test_killed_and_started_again(
     assert (at / "swept" / "comparison.html").read_bytes() == page
     # Runs of another configuration are not replaced unasked.
     assert main([*command, "report.bootstrap=60"]) == 1
-    assert "holds a run of another configuration; choose another folder by --output, or" in capsys.readouterr().err
+    assert "contains a run of another configuration; choose another folder with --output, or" in capsys.readouterr().err
     assert (at / "swept" / FIRST / "report.json").read_bytes() == before
 
 
@@ -180,11 +180,11 @@ def test_what_a_killed_sweep_shared_goes_with_the_next_one(tmp_path: Path) -> No
 def test_other_files_of_the_folder_are_left_alone(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (at / "swept" / FIRST).mkdir(parents=True)
     assert main(["run", "tiny.yaml", PERCENTILES, "--output", "swept"]) == 1
-    assert f"{FIRST} is no run of this sweep" in capsys.readouterr().err
+    assert f"{FIRST} is not a run of this sweep" in capsys.readouterr().err
     (at / "done").mkdir()
     (at / "done" / ".quantizer.json").write_text('{"format": 1, "kind": "run", "holds": []}')
     assert main(["run", "tiny.yaml", PERCENTILES, "--output", "done"]) == 1
-    assert "holds a run, and a sweep has its own folder" in capsys.readouterr().err
+    assert "contains a run, but a sweep needs its own folder" in capsys.readouterr().err
     assert main(["run", "tiny.yaml", PERCENTILES, "report.formats=[html]", "--output", "x"]) == 1
     assert "report.formats: json is missing" in capsys.readouterr().err
 
@@ -193,7 +193,7 @@ def test_thousands_of_runs(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     many = f"engine.threads={','.join(map(str, range(1, 2001)))}"
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     assert main(["run", "tiny.yaml", many]) == 1
-    assert "this sweep has 2,000 runs, more than 50; expected fewer values, or --yes" in capsys.readouterr().err
+    assert "this sweep has 2,000 runs, more than 50; use fewer values, or confirm with --yes" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda *_: "n")
     assert main(["run", "tiny.yaml", many]) == 1
@@ -201,7 +201,7 @@ def test_thousands_of_runs(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["run", "tiny.yaml", many, "quantizer.bakend=a,b", "--yes"]) == 1
     assert capsys.readouterr().err.count("unknown key") == 1
     assert main(["run", "tiny.yaml", PERCENTILES, "--jobs", "0"]) == 1
-    assert "--jobs 0: expected a number of processes, 1 or more" in capsys.readouterr().err
+    assert "--jobs 0: expected at least 1 process" in capsys.readouterr().err
     assert not (at / "runs").exists()
 
 
@@ -242,7 +242,7 @@ def test_in_jobs_of_a_launcher(
     if cluster == "debug":
         monkeypatch.setattr(submitit, "AutoExecutor", partial(submitit.AutoExecutor, cluster="debug"))
     assert main(["run", "tiny.yaml", "--launcher", "submitit"]) == 1
-    assert "--launcher is for a sweep" in capsys.readouterr().err
+    assert "--launcher is only for a sweep" in capsys.readouterr().err
     values = "quantizer.exclude.names=[classifier],[nothing.like.it]"
     assert main(["run", "tiny.yaml", values, "--output", "swept", "--launcher", "submitit", "--jobs", "2"]) == 1
     said = capsys.readouterr().out
@@ -311,7 +311,7 @@ def test_killed_while_causes_are_looked_for(
 
     monkeypatch.setattr(late_causes, "with_diagnosis", killed)
     assert main(command) == 130
-    assert "0 of 2 runs complete, 1 more but for the causes, in " in capsys.readouterr().err
+    assert "0 of 2 runs complete, 1 more except for the diagnosis, in " in capsys.readouterr().err
     before = read_record(at / "swept" / FIRST / "report.json")
     assert not before.diagnoses
     assert not (at / "swept" / SECOND).exists()
@@ -329,7 +329,7 @@ def test_killed_while_causes_are_looked_for(
     monkeypatch.setattr(late_causes.Quantizer, "load", fails)
     # What cannot be loaded then is told beside the figures, and tried again.
     assert main([*command, "--jobs", "1"]) == 1
-    assert f"{FIRST}: only its causes are left" in capsys.readouterr().out
+    assert f"{FIRST}: only the diagnosis is missing" in capsys.readouterr().out
     assert carried == [SECOND]
     with (at / "swept" / "comparison.csv").open() as stream:
         rows = list(csv.DictReader(stream))
@@ -413,11 +413,11 @@ def test_the_time_that_is_left(at: Path) -> None:
     pace = Pace([SweepRun(str(place), one) for place, one in enumerate([config, config, config, other, other])])
     assert pace.left(0) == ""
     pace.add(0, 60)
-    assert pace.left(1) == "at most about 4 min left in all"
+    assert pace.left(1) == "at most about 4 min left"
     pace.add(1, 20)
     # Two that follow one of their model, and one that does not.
-    assert pace.left(2) == "about 1.5 min left in all"
-    assert time_left(2, 6, 60) == "about 2 min left in all"
+    assert pace.left(2) == "about 1.5 min left"
+    assert time_left(2, 6, 60) == "about 2 min left"
     assert time_left(6, 6, 60) == ""
 
 

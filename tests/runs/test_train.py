@@ -181,7 +181,7 @@ def test_checkpoints_of_another_configuration(files: dict[str, Any], tmp_path: P
     bench = Bench(files)
     bench.train(tmp_path / "kept", evaluations=1, epochs=0.1)
     before = (tmp_path / "kept" / "last.safetensors").read_bytes()
-    with pytest.raises(TrainingError, match=r"kept holds checkpoints of another configuration: remove it"):
+    with pytest.raises(TrainingError, match=r"kept contains checkpoints of another configuration: remove it"):
         Bench(files).train(tmp_path / "kept", identity="other")
     assert (tmp_path / "kept" / "last.safetensors").read_bytes() == before
 
@@ -292,7 +292,7 @@ def test_a_run_that_is_stopped_says_where_its_checkpoints_are(
     by_signal = how == "by a signal"
     code, errors = _stopped_by_a_signal(words, last) if by_signal else _stopped_at_a_score(words, last, capsys)
     assert code == 130
-    assert f"the checkpoints are kept in {tmp_path / 'out.training'}; the same command goes on with them" in errors
+    assert f"the checkpoints are kept in {tmp_path / 'out.training'}; run the same command again to resume" in errors
     assert last.exists()
     assert not (tmp_path / "out").exists()
     # From other calibration data the scales start elsewhere: it is another training.

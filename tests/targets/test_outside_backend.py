@@ -146,7 +146,7 @@ def test_by_configuration(folder: Path) -> None:
     run(folder, f"from quantizer.cli.main import main\nsys.exit(main({words}))")
     record = json.loads((folder / "done" / "report.json").read_text(encoding="utf-8"))
     assert record["engine"]["backend"] == record["inspection"]["backend"] == "reference"
-    assert record["engine"]["verified"] == "ran here, and was scored"
+    assert record["engine"]["verified"] == "ran on this machine and was scored"
     assert record["memory"]
     assert "onnx" in record["versions"]
 

@@ -140,11 +140,11 @@ def test_the_command_fixes_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main([*line, text, "--force"]) == 1
         assert f"--fixed {text}: expected NAME=NUMBER" in capsys.readouterr().err
     assert main([*line, "rate=16", "rate=8", "--force"]) == 1
-    assert "--fixed rate: got 2 numbers for it, expected one" in capsys.readouterr().err
+    assert "--fixed rate: got 2 numbers; expected one" in capsys.readouterr().err
     assert main([*line, "speed=16", "--force"]) == 1
     assert "fixed names unknown inputs or axes 'speed'; the model has the inputs x, rate" in capsys.readouterr().err
     assert main(["convert", "-m", "my-model", "--fixed", "rate=16"]) == 1
-    assert "--fixed is for .onnx files, and my-model is none; leave it out" in capsys.readouterr().err
+    assert "--fixed is only for .onnx files, and my-model is not one; remove it" in capsys.readouterr().err
 
 
 def test_options_of_checkpoints_do_not_fit(file: Path, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_options_of_checkpoints_do_not_fit(file: Path, tmp_path: Path) -> None:
     text = str(raised.value)
     assert "give --quantization" in text
     assert "--calibration is missing" in text
-    assert "--backend auto openvino: an ONNX file is quantized for one" in text
+    assert "--backend auto openvino: expected one backend, or auto" in text
     np.savez(tmp_path / "data.npz", y=np.zeros((4, 3)))
     options = {"model": str(file), "output": tmp_path / "out", "backend": ["auto"], "quantization": True}
     with pytest.raises(CalibrationError, match=r"has the arrays y, and net.onnx the inputs x"):

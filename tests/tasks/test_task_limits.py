@@ -55,7 +55,7 @@ def test_a_model_of_images_with_one_output(tmp_path: Path) -> None:
 
 def test_a_converted_folder_with_one_output_has_no_labels() -> None:
     converted = Converted({"name": "m", "labels": ["LABEL_0"], "task": "sequence-classification"}, None, None)
-    with pytest.raises(QuantizerError, match="m has one output and no classes: call it for its outputs instead"):
+    with pytest.raises(QuantizerError, match="m has one output and no classes: call it to get its outputs instead"):
         converted.labels(["a text"])
 
 

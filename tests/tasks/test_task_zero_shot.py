@@ -122,8 +122,8 @@ def test_labels_that_do_not_fit(clip: str, tmp_path: Path) -> None:
 
 
 BAD = {
-    "none": ((), "needs labels: set two or more"),
-    "one": (("--labels", "cat"), "--labels cat: model.labels: got one label alone; expected two labels or more"),
+    "none": ((), "chooses among labels, and none were given"),
+    "one": (("--labels", "cat"), "--labels cat: model.labels: got only one label; expected at least two"),
     "twice": (("--labels", "cat", "cat"), "--labels cat cat: model.labels: got 'cat' twice"),
     "template": (("--labels", "cat", "dog", "--template", "a photo"), "got the template 'a photo'; expected"),
     "other names": (("--labels", "cat", "dog", "--evaluation", "image-folder:photos"), "is no class of the model"),
@@ -147,7 +147,7 @@ def test_a_file_with_labels_of_another_kind(clip: str, tmp_path: Path, capsys: p
     data = {"calibration": {"name": "image-folder"}, "evaluation": {"name": "image-folder"}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": model, "data": data}))
     assert main(["validate", str(tmp_path / "run.yaml")]) == 1
-    assert "model.labels: got one label alone" in capsys.readouterr().err
+    assert "model.labels: got only one label" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -17,11 +17,11 @@ def test_stages_are_numbered_and_have_the_times_of_an_earlier_run() -> None:
     outlook = Outlook(["load", "export", "measure"], EARLIER)
     outlook.begin("load")
     assert outlook.head == "[1/3] load"
-    assert outlook.left == "1 min left in all"
+    assert outlook.left == "1 min left"
     outlook.end()
     outlook.begin("export")
     assert (outlook.head, outlook.expected) == ("[2/3] export", 24.0)
-    assert outlook.left == "55 s left in all"
+    assert outlook.left == "55 s left"
 
 
 def test_stages_may_be_left_out_or_come_again() -> None:
@@ -47,7 +47,7 @@ def test_nothing_is_told_where_nothing_is_known() -> None:
 def test_what_is_known_of_some_stages_is_the_least_that_is_left() -> None:
     outlook = Outlook(["load", "search", "measure"], EARLIER)
     outlook.begin("load")
-    assert outlook.left == "35 s or more left in all"
+    assert outlook.left == "at least 35 s left"
 
 
 def test_a_stage_that_comes_again_takes_what_it_took() -> None:

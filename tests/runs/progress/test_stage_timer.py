@@ -85,7 +85,7 @@ def test_a_stage_that_speaks_needs_no_sign_of_life() -> None:
     console, stream = _console()
     heartbeat = Heartbeat(console, lambda: "still there", seconds=30.0)
     with heartbeat.beating():
-        heartbeat.said()
+        heartbeat.line_printed()
     assert stream.getvalue() == ""
 
 

@@ -1,8 +1,6 @@
-"""Faults of several checks, collected: all of them are told at once, and what is not installed in one line of pip.
+"""Checks before a model is loaded: collected errors, cached reads, and required packages.
 
-The packages that a task, its score and an export need, besides those of engine and report.
-
-Checks of a loaded model with its samples, and of what export, build and report need, before the model first runs.
+All errors are reported at once, and all missing packages in one pip command.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from quantizer.tasks import Example, Sample, Task, tasks
 T = TypeVar("T")
 
 
-class Looks:
-    """Data and checkpoints that the checks of several runs read: each is read once; its error is raised each time."""
+class ReadCache:
+    """Cache of data and checkpoints that several checks read; a failed read raises the same error each time."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[Any, QuantizerError | None]] = {}
 
     def once(self, key: Hashable, read: Callable[[], T]) -> T:
-        """Return what ``read`` returns, or returned before for this key."""
+        """Return the result of ``read``, cached by key."""
         if key not in self._found:
             try:
                 self._found[key] = (read(), None)
@@ -37,18 +35,18 @@ class Looks:
         value, fault = self._found[key]
         if fault is not None:
             raise fault
-        found: T = value
-        return found
+        result: T = value
+        return result
 
 
 class Faults:
-    """The errors that checks raised, in the order of the checks."""
+    """The errors of several checks, in order."""
 
     def __init__(self) -> None:
         self._found: list[QuantizerError] = []
 
     def of(self, check: Callable[[], T]) -> T | None:
-        """Return what a check returns; None if it raises, and the error is kept."""
+        """Return the result of a check; if it raises, keep the error and return None."""
         try:
             return check()
         except QuantizerError as error:
@@ -56,24 +54,24 @@ class Faults:
             return None
 
     def passes(self, check: Callable[[], object]) -> bool:
-        """Return whether a check passes; if it raises, the error is kept."""
+        """Return whether a check passes; if it raises, keep the error."""
         before = len(self._found)
         self.of(check)
         return len(self._found) == before
 
-    def raise_all(self, what: str) -> None:
-        """Raise if a check found a fault: its own error if there is one alone, or one with all of them."""
+    def raise_all(self, failure: str) -> None:
+        """Raise all kept errors as one; do nothing if every check passed."""
         texts = self.texts
         if len(self._found) == 1:
             raise self._found[0]
         if len(texts) == 1:
             raise QuantizerError(texts[0])
         if texts:
-            raise QuantizerError(f"{what}, for {len(texts)} reasons:\n" + "\n".join(f"  - {text}" for text in texts))
+            raise QuantizerError(f"{failure}, for {len(texts)} reasons:\n" + "\n".join(f"  - {text}" for text in texts))
 
     @property
     def texts(self) -> list[str]:
-        """All faults in words, each once."""
+        """All error texts without duplicates."""
         return list(dict.fromkeys(self._texts()))
 
     def _texts(self) -> Iterable[str]:
@@ -90,7 +88,7 @@ class Faults:
 
 
 def require_package(package: str, extra: str) -> None:
-    """Raise if a package is not installed, without importing it."""
+    """Raise if a package is not installed; the package is not imported."""
     if find_spec(package) is None:
         raise MissingDependencyError(package, extra)
 
@@ -99,22 +97,22 @@ _EXPORT = ("onnx", "onnxscript", "onnx_ir")
 
 
 def check_packages(faults: Faults, task: str | None) -> None:
-    """Check the packages of the extras ``hf`` and ``onnx`` that a checkpoint needs, without importing them."""
-    used = None if task is None else tasks[task]
-    scored = () if used is None else (*used.packages, *(("PIL",) if used.reads == "image" else ()))
+    """Check the packages of the extras ``hf`` and ``onnx`` that a checkpoint needs."""
+    task_class = None if task is None else tasks[task]
+    scored = () if task_class is None else (*task_class.packages, *(("PIL",) if task_class.reads == "image" else ()))
     for package in ("transformers", *scored):
         faults.of(partial(require_package, package, "hf"))
     check_export_packages(faults)
 
 
 def check_export_packages(faults: Faults) -> None:
-    """Check the packages of the extra ``onnx``, without importing them."""
+    """Check the packages of the extra ``onnx``."""
     for package in _EXPORT:
         faults.of(partial(require_package, package, "onnx"))
 
 
 def require_tools(builds: Mapping[str, BuildOptions], *, html: bool) -> None:
-    """Check the packages and libraries that export, build and report need."""
+    """Raise if export, build or report lack a package or library."""
     require_exporter()
     for name, options in builds.items():
         backend(name).check(options)
@@ -123,7 +121,7 @@ def require_tools(builds: Mapping[str, BuildOptions], *, html: bool) -> None:
 
 
 def check_examples(task: Task, scored: Sequence[Example], others: Sequence[Example | Sample] = ()) -> None:
-    """Check samples without running the model."""
+    """Raise if samples do not fit the task; the model does not run."""
     if scored:
         task.targets(scored)
     task.inputs.check(task.all_samples([*scored, *others]))
