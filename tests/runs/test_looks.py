@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quantizer.tasks.datasets.rows import load_examples
+from quantizer.tasks.datasets.examples import load_examples
 
 from quantizer.config import DatasetConfig
 from quantizer.errors import TaskError
