@@ -392,11 +392,11 @@ def evaluations_table(fallback: FallbackRecord) -> Table:
     budget = fallback.max_drop
     columns = [
         Column("evaluation", lambda row: row[0]),
-        numbers("groups kept in float", lambda row: len(row[1].groups)),
+        numbers("groups in float", lambda row: len(row[1].groups)),
         numbers("cost", lambda row: row[1].cost, text.amount),
         numbers("score", lambda row: row[1].score),
         numbers("drop", lambda row: row[1].drop, text.error),
-        Column("within budget", lambda row: None if budget is None else row[1].drop <= budget),
+        Column("in budget", lambda row: None if budget is None else row[1].drop <= budget),
         Column("Pareto-optimal", lambda row: "yes" if row[1].pareto_optimal else ""),
         Column("chosen", lambda row: "yes" if row[1].chosen else ""),
     ]
@@ -417,8 +417,8 @@ def sensitivity_table(rows: Sequence[GroupSensitivity], measure: str | None, *, 
         Column("kind", "kind"),
         *([names("block", "block"), numbers("sites", lambda row: len(row.sites))] if page else []),
         numbers(words.column, "error", text.error),
-        Column("quantized activations", "activations"),
-        Column("multiply-adds", "multiply_adds", plain if page else text.compact),
+        Column("activations", "activations"),
+        Column("multiply-adds" if page else "multiply adds", "multiply_adds", plain if page else text.compact),
         Column("kept in float", lambda row: "yes" if row.fallback else None if page else ""),
     ]
     table = Table(f"{len(rows)} groups, one quantized at a time, by {words.phrase}", columns, rows)

@@ -185,7 +185,7 @@ def print_record(record: RunRecord, folder: Path | str | None, console: Console)
         console.print(latency_table(record).terminal(titled=False, compact=True))
     _print_facts(record, console)
     if folder is None:
-        print_labelled("saved", 'no: result.save("FOLDER") writes engines, report and quantizer to a folder', console)
+        print_labelled("saved", 'not yet: result.save("FOLDER") writes engines, report and quantizer', console)
     else:
         _print_paths(record, Path(folder), console)
     if record.choice is not None and record.choice.deploy:

@@ -86,12 +86,12 @@ def test_the_end_says_whether_the_budget_is_met(
     engine = Score(form="engine", value=0.9, difference=difference, interval=interval, **common)
     outcome = budget_outcome(FOUND, 0.002, (), [Score(form="float", value=0.9, **common), engine])
     assert outcome.verdict == verdict
-    assert outcome.evaluation == pytest.approx(-difference if higher else difference)
+    assert outcome.evaluation_drop == pytest.approx(-difference if higher else difference)
     line = budget_line(outcome)
-    assert line.startswith("asked 0.00200; drop in tuning 0.0000; in evaluation of the engine ")
-    assert line.endswith(f": {verdict}")
+    assert line.startswith(f"{verdict}: max_drop 0.002; drop of the engine on the evaluation samples ")
+    assert line.endswith("; drop of the plan on the tuning samples 0.0000")
     if interval is not None:
-        assert outcome.interval[0] <= outcome.evaluation <= outcome.interval[1]
+        assert outcome.interval[0] <= outcome.evaluation_drop <= outcome.interval[1]
 
 
 def test_without_an_evaluation_the_engine_tells_and_without_it_the_search() -> None:

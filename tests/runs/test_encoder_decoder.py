@@ -349,7 +349,7 @@ def test_groups_fall_back_until_what_is_written_scores_as_well(place: Path) -> N
     assert main(["run", str(place / "searched.yaml")]) == 0
     record = read_record(place / "searched" / "report.json")
     assert record.fallback.evaluations
-    assert record.fallback.checks[-1].rows == 1
+    assert record.fallback.checks[-1].samples == 1
     _writes_what_it_quantized(place / "searched", place)
 
 

@@ -92,7 +92,7 @@ def test_the_search_goes_on_with_what_the_engine_loses_more(
     # The search saw all other samples.
     assert {check.samples for check in fallback.checks} == {len(rows) // 3}
     assert searched == [[row for place, row in enumerate(rows) if place % 3 != 2]]
-    assert f"on {second.samples} rows that the search did not see, the engine" in evaluation_caption(fallback)
+    assert f"on {second.samples} samples that the search did not see, the engine" in evaluation_caption(fallback)
     told = read_json(Path("out/config.json"))["quantization"]
     assert [one["drop"] for one in told["budget"]] == [first.drop, second.drop]
     assert Path("out/quantizer").is_dir()
@@ -137,7 +137,7 @@ def test_a_budget_that_no_engine_meets_ends_after_three_and_says_so() -> None:
     assert engines.allowed() == pytest.approx([0.09, 0.08])
     assert [check.drop for check in engines.checks] == pytest.approx([0.11, 0.11, 0.12])
     assert [check.samples for check in engines.checks] == [2, 2, 2]
-    missed = "the budget is not met on the engine, and this is the best plan found"
+    missed = "the engine does not meet the budget; this is the best plan that was found"
     assert missed in engines.console.export_text()
     fallback = FallbackRecord(groups=("a",), reason="", max_drop=BUDGET, checks=tuple(engines.checks))
     assert evaluation_caption(fallback).endswith(missed)

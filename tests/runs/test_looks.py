@@ -27,12 +27,12 @@ def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: p
     cache = ReadCache()
     for count in range(1, 11):
         section = DatasetConfig(name="text-csv", path=str(path), samples=count, offset=count)
-        assert run_ready._rows("calibration", section, cache) == load_examples(
+        assert run_ready._examples("calibration", section, looks) == load_examples(
             "text-csv", path=path, samples=count, offset=count
         )
     assert len(read) == 1
     with pytest.raises(TaskError, match=r"data\.calibration: .* has 20 samples, fewer than"):
-        run_ready._rows("calibration", DatasetConfig(name="text-csv", path=str(path), samples=99), cache)
+        run_ready._examples("calibration", DatasetConfig(name="text-csv", path=str(path), samples=99), looks)
 
 
 def test_an_error_is_raised_each_time_and_found_once() -> None:

@@ -174,7 +174,9 @@ def test_a_wrong_float_engine_is_not_delivered(monkeypatch: pytest.MonkeyPatch, 
     assert made.record.float_engine_refused is not None
     assert made.record.float_engine_db == pytest.approx(6.0, abs=0.1)
     assert "deploy float.engine" not in made.summary()
-    assert "the float engine is 6.0 dB from the model in PyTorch: it was removed" in " ".join(made.summary().split())
+    assert "SQNR of the float engine against the model in PyTorch is 6.0 dB: it was deleted" in " ".join(
+        made.summary().split()
+    )
     assert _db(_net()(torch.ones(3, 32)).detach(), made.engine(torch.ones(3, 32))) > 20
     with pytest.raises(EngineError, match=r"the float engine is refused: .* batch 1.*60 dB or more"):
         _ = made.float_engine
@@ -207,10 +209,8 @@ def test_a_run_keeps_what_tells_the_cause_of_a_refused_engine(
     assert any(not one.is_alike for one in record.outputs)
     verdict = verdict_of(record)
     assert verdict.level == "do not use"
-    assert verdict.reasons[0].startswith("the engine is refused, and was removed: openvino engine, batch 8")
-    with pytest.raises(
-        EngineError, match=r"has no model\.engine, because the run refused it: openvino engine, batch 8"
-    ):
+    assert verdict.reasons[0].startswith("the engine was refused and deleted: openvino engine, batch 8")
+    with pytest.raises(EngineError, match=r"holds no model\.engine: the run refused it: openvino engine, batch 8"):
         quantizer.load(folder)
     # The file alone can be built, for whoever knows better.
     assert build_engine("openvino", folder / "model.onnx", tmp_path / "mine.engine").size_bytes

@@ -110,7 +110,7 @@ def test_a_healthy_model_has_costs_and_float_alone_mends_them() -> None:
     assert worst.setting.startswith("exclude: {sites: [")
     assert math.isinf(worst.gain_alone_db)
     assert 0.5 <= worst.gain_db < 20
-    assert "fix: leave it in float, exclude={" in diagnoses.text()
+    assert "fix: keep it in float, exclude={" in diagnoses.text()
 
 
 def test_to_leave_all_groups_in_float_is_no_cure() -> None:
@@ -118,7 +118,7 @@ def test_to_leave_all_groups_in_float_is_no_cure() -> None:
     model, rows = nn.Sequential(nn.Linear(_WIDTH, _WIDTH)).eval(), _rows(_plain, 1)
     (only,) = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"}).diagnose(model, rows)
     assert only.fix is None
-    assert diagnosis_lines([only])[0].endswith("dB alone; nothing stands out in its inputs")
+    assert diagnosis_lines([only])[0].endswith("dB if only it is quantized; its inputs are not unusual")
 
 
 def _unfoldable() -> nn.Module:

@@ -82,15 +82,15 @@ def _measured(**options: Any) -> tuple[Quantizer, nn.Module, torch.Tensor]:
 def test_the_ranking_as_text() -> None:
     assert Sensitivity(RANKING, SEARCH, "local").text() == "\n".join(
         [
-            "2 groups by the relative error at the outputs of its sites, with one of them quantized",
+            "2 groups, one quantized at a time, by relative error at the outputs of its sites",
             "                                                    relative",
             "                                                       error",
-            "                                                          at                        kept",
-            "                                                         its              multiply  in",
-            "rank  group                           kind             sites  quantizers      adds  float",
-            "─" * 89,
-            "   1  layer.1.forward.add_0.lhs       residual_add     0.250           1         0  yes",
-            "   2  layer.0.{a,b}.forward.linear_0  linear        1.25e-05           2    1.00 G",
+            "                                                          at                         kept",
+            "                                                         its               multiply  in",
+            "rank  group                           kind             sites  activations      adds  float",
+            "─" * 90,
+            "   1  layer.1.forward.add_0.lhs       residual_add     0.250            1         0  yes",
+            "   2  layer.0.{a,b}.forward.linear_0  linear        1.25e-05            2    1.00 G",
         ]
     )
 
@@ -101,7 +101,14 @@ def test_no_word_of_the_ranking_is_cut_in_a_terminal() -> None:
     for measure in ("gradient", "loss", "output", "local", "metric"):
         text = Sensitivity([entry], None, measure).text()
         assert max(map(len, text.splitlines())) <= 120
-        words = ("residual_add", "eager_attention_forward. ", "{matmul_0,matmul_1}", "quantizers", "multiply", "1.00 G")
+        words = (
+            "residual_add",
+            "eager_attention_forward. ",
+            "{matmul_0,matmul_1}",
+            "activations",
+            "multiply",
+            "1.00 G",
+        )
         assert [word for word in words if word not in text] == []
 
 
@@ -157,18 +164,19 @@ def test_the_root_is_a_block() -> None:
 def test_a_search_as_a_table_and_a_picture(tmp_path: Path) -> None:
     view = Sensitivity(RANKING, SEARCH, "gradient")
     assert view.search.text().splitlines() == [
-        "2 evaluations; the float model scores 0.9000; a drop of 0.0100 is allowed; with 1",
-        "group kept in float it scores 0.8950; asked 0.0100; drop in tuning 0.0050: met",
-        "evaluation  groups kept in float  cost   score     drop  in budget  front",
-        "─" * 81,
-        "         1                     0     0  0.5000    0.400  no         front",
-        "         2                     1     1  0.8950  0.00500  yes        front  chosen",
+        "2 evaluations; the float model scores 0.9000; a drop of 0.01 is allowed; with 1 group",
+        "kept in float it scores 0.8950; met: max_drop 0.01; drop of the plan on the tuning",
+        "samples 0.0050",
+        "evaluation  groups in float  cost   score     drop  in budget  Pareto-optimal  chosen",
+        "─" * 85,
+        "         1                0     0  0.5000    0.400  no         yes",
+        "         2                1     1  0.8950  0.00500  yes        yes             yes",
     ]
     assert view.search._repr_html_().startswith("<svg")
     assert "<table>" in view.search._repr_html_()
     view.pareto().save(str(tmp_path / "front.svg"))
     assert ElementTree.parse(tmp_path / "front.svg").getroot().attrib["aria-label"] == (
-        "Drop of the metric against the cost of what is kept in float: 2 evaluations, 2 of them on the front; "
+        "Drop of the metric against the cost of groups in float: 2 evaluations, 2 of them Pareto-optimal; "
         "the budget is a drop of 0.0100"
     )
 
