@@ -194,5 +194,4 @@ def _check_zero_point(zero_point: Tensor, scale: Tensor, kind: QType) -> None:
 
 
 def _first_invalid(scale: Tensor) -> float:
-    """Return the first zero, negative or non-finite scale."""
     return float(scale[~((scale > 0) & scale.isfinite())].flatten()[0])

@@ -137,7 +137,6 @@ class ModelSession:
                 self.use_fallback(fallback_for_target(*self._carried, plan), plan)
 
     def _use_calibration(self, session: CalibrationSession | None) -> None:
-        """Take the plan from a calibration from now on."""
         self.calibration, self.fixed, self.inherited, self._saved = session, None, None, None
 
     def scan_source(self, model: nn.Module) -> None:
@@ -323,7 +322,6 @@ class ModelSession:
         return self.trainable is not None or (isinstance(deciding, FixedPlan) and deciding.scales_replaced)
 
     def effective_plan(self) -> Plan:
-        """Return the plan after the fallback."""
         return self._after_fallback(self.refitted())
 
     def _after_fallback(self, plan: Plan) -> Plan:
@@ -435,7 +433,6 @@ class ModelSession:
         return Coverage(final, self._skipped, self.products(), fallback_sites, self._patches, regions)
 
     def sensitivity(self) -> Sensitivity:
-        """Return the ranking of the groups."""
         if self.amp is None:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returns on data first")
         return Sensitivity(self.amp.ranking(), self.fallback, self.amp.measure)
@@ -474,7 +471,6 @@ class ModelSession:
 
     @property
     def has_plan(self) -> bool:
-        """True if there is a plan."""
         return self.fixed is not None or (self.calibration is not None and self.calibration.has_any)
 
     def described(self) -> str:
@@ -504,7 +500,6 @@ class ModelSession:
 
     @property
     def _plan_source(self) -> FixedPlan | CalibrationSession | Inherited | None:
-        """Source of the plan; None without a calibration."""
         fixed, session = self.fixed, self.calibration
         if fixed is not None and not (fixed.until_new and session is not None and session.has_new):
             return fixed

@@ -226,7 +226,6 @@ def applied_patches(model: nn.Module) -> tuple[OperatorPatch, ...]:
 
 
 def _rewritten_functions(model: nn.Module) -> Iterator[tuple[SourceFile, list[Key]]]:
-    """Yield the functions that a proxy of ``model`` replaces, by file."""
     reachable = reachable_in(model)
     keys = {key for module in model.modules() for key in REWRITER.rewrite(original_class(module), reachable).keys}
     files = {file.rewritten_name: file for file in REWRITER.files()}

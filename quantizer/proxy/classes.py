@@ -90,8 +90,6 @@ class _Choice:
     hands_host_to: frozenset[str] = frozenset()
 
     def within(self, cls: type) -> _Choice:
-        """Return the part of the choice for ``cls`` and its bases."""
-
         def part(places: frozenset[_Place]) -> frozenset[_Place]:
             return frozenset(place for place in places if place[0] in cls.__mro__)
 
@@ -314,7 +312,6 @@ class ClassRewriter:
         )
 
     def _rebuild(self, cls: type, name: str, attribute: Any, choice: _Choice) -> Rebuilt:
-        """Return the result for one function of a class under a choice."""
         if (cls, name) in choice.unused:
             return Rebuilt()
         if (cls, name) in choice.left_out:
@@ -328,7 +325,6 @@ class ClassRewriter:
 
 
 def _clash(rebuilt: Rebuilt, site_names: dict[str, SiteSource]) -> bool:
-    """Return whether two different sites would have the same name."""
     names = dict(site_names)
     hosted = [site for site in rebuilt.sites if site.reason is None]
     return any(names.setdefault(site.attribute, site) != site for site in hosted)

@@ -28,7 +28,6 @@ from quantizer.rewrite.host_argument import WRITTEN, as_written
 
 
 def _own(container: nn.Module) -> dict[str, nn.Module]:
-    """Return the children of a container without the sites."""
     modules: dict[str, Any] = container._modules
     return {name: module for name, module in modules.items() if not isinstance(module, SourceCall)}
 
@@ -60,7 +59,6 @@ class _Sequence(nn.Module):
             super().__delitem__(index)  # type: ignore[misc]
 
     def insert(self, index: int, module: nn.Module) -> Any:
-        """Insert a module and renumber those after it, as torch's ``insert`` does."""
         with _alone(self):
             return super().insert(index, module)  # type: ignore[misc]
 
@@ -100,19 +98,15 @@ class _ModuleDict(nn.ModuleDict):
         return key in _own(self)
 
     def keys(self) -> KeysView[str]:
-        """Return the names of the items."""
         return _own(self).keys()
 
     def items(self) -> ItemsView[str, nn.Module]:
-        """Return the items with their names."""
         return _own(self).items()
 
     def values(self) -> ValuesView[nn.Module]:
-        """Return the items."""
         return _own(self).values()
 
     def clear(self) -> None:
-        """Remove all items."""
         with _alone(self):
             super().clear()
 

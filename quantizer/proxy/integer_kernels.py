@@ -61,7 +61,6 @@ class _Product:
     _activation: Activation
 
     def of_calls(self, number: int) -> list[Kernel]:
-        """Return the kernels of the first ``number`` calls of a pass, which share the weight."""
         kernels: list[Any] = [copy.copy(self) for _ in range(number)]
         for call, kernel in enumerate(kernels):
             kernel._activation = self._activation.of_call(call)
@@ -384,7 +383,6 @@ class Activation:
 
     @property
     def storage(self) -> torch.dtype:
-        """The torch type that stores the format."""
         return self._kind.storage
 
 
@@ -419,7 +417,6 @@ class StoredWeight(Tensor):
         return self._read().clone()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as an array, as ``Tensor.numpy`` does."""
         return self._read().numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -467,5 +464,5 @@ class LazyWeight(OperandQuantizer):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without ``shown``, which refers to this object."""
+        """Drop ``shown``, which refers to this object."""
         return {**super().__getstate__(), "shown": None}  # type: ignore[no-untyped-call]

@@ -100,7 +100,6 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Return the attributes of an object, from its dictionary and its slots."""
     attributes = dict(getattr(value, "__dict__", None) or {})
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())

@@ -318,7 +318,6 @@ class LoweredSite(Site):
         return total
 
     def quantizer_of(self, operand: str) -> OperandQuantizer:
-        """Return the quantizer of the operand called ``operand``."""
         quantizer = self._modules.get(f"_{operand}_quantizer")
         # A fast path, because each read of a module's weight calls this.
         return quantizer if isinstance(quantizer, OperandQuantizer) else super().quantizer_of(operand)
@@ -335,7 +334,7 @@ class LoweredSite(Site):
         super()._load_from_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the kernel, because its packed weight cannot be copied."""
+        """Drop the kernel, because its packed weight cannot be copied."""
         state = {**super().__getstate__(), "chosen": None, "by_call": [], "_added": None}
         return {name: value for name, value in state.items() if name not in _CHOSEN}
 
@@ -345,7 +344,6 @@ class _WithoutGradient(torch.autograd.Function):
 
     @classmethod
     def of(cls, x: Tensor, result: Tensor, path: str) -> Tensor:
-        """Return the result of a site that computed it from x."""
         wrapped: Tensor = cls.apply(x, lambda: result, path)  # type: ignore[no-untyped-call]
         return wrapped
 

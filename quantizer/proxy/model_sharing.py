@@ -234,7 +234,6 @@ def _take_own(modules: list[nn.Module], elements: float = math.inf) -> None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is only a view of its storage."""
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and memory_of(tensor) is not None and not tensor.is_neg()
 
 

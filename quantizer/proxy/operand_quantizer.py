@@ -415,7 +415,6 @@ class OperandQuantizer(nn.Module):
         return self._of_range(x)
 
     def _of_range(self, x: Tensor) -> Tensor:
-        """Return x [*], already multiplied by the factor, rounded."""
         if self.dynamic:
             dynamic: Tensor = fake_quantize_dynamic(x, self.dtype, self.block_size)
             return dynamic
@@ -440,7 +439,6 @@ class OperandQuantizer(nn.Module):
         return scale if self.scale_dtype is None else as_held(scale, self.scale_dtype)
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """Return x [*] times the factor; x itself without one."""
         return x if self.factor is None else x * self._shaped_factor(x)
 
     def _shaped_factor(self, x: Tensor) -> Tensor:

@@ -85,7 +85,6 @@ class RecordedCalls:
             module.__dict__["forward"] = forward
 
     def begin(self, *, records: bool = True) -> None:
-        """Begin a pass."""
         self.records = records
         self._number.clear()
 
@@ -148,7 +147,6 @@ def _plain(tree: Any) -> bool:
 
 
 def _versions(tree: Any) -> list[int]:
-    """Return how often each tensor was changed in place."""
     return [leaf._version for leaf in leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 

@@ -76,7 +76,6 @@ class _Contents:
         return cls(container, copy.copy(container), inside)
 
     def restore(self) -> Any:
-        """Restore the contents and return the container."""
         for value in self.inside:
             value.restore()
         now, before = self.container, self.before
@@ -97,7 +96,6 @@ class SavedState:
         ]
 
     def restore(self) -> None:
-        """Restore the state."""
         for holder, attributes in self._saved_attributes:
             for name in _saved_names(holder) - attributes.keys():
                 del holder[name]

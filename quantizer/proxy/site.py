@@ -102,11 +102,9 @@ class SourceCall(nn.Module):
 
     @property
     def operation(self) -> Operation:
-        """The operation's entry in the catalogue."""
         return operation(self.source.operation)
 
     def _function_of(self, args: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
-        """Return the function of a call of this module, and its arguments."""
         if self._implied is not None:
             return self._implied, list(args)
         function, *function_args = args
@@ -116,7 +114,7 @@ class SourceCall(nn.Module):
         return f"{self.source.operation}, line {self.source.line}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the observer, which copies and pickles do not have."""
+        """Drop the observer, which copies and pickles do not have."""
         return {**super().__getstate__(), "observer": None}  # type: ignore[no-untyped-call]
 
 
@@ -153,7 +151,6 @@ class Site(SourceCall):
         self.bias_shift: Tensor | None
 
     def quantizer(self, index: int) -> OperandQuantizer:
-        """Return the quantizer of one operand."""
         quantizer = self._modules[self.quantizers[index]]
         assert isinstance(quantizer, OperandQuantizer)
         return quantizer
@@ -308,7 +305,7 @@ class Site(SourceCall):
                 place[0][place[1]] = added
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the override, which copies and pickles do not have."""
+        """Drop the override, which copies and pickles do not have."""
         return {**super().__getstate__(), "judge": None}
 
 

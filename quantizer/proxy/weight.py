@@ -236,7 +236,6 @@ def _checksum(value: Tensor) -> int:
 
 @cache
 def _operation(name: str) -> Any:
-    """Return an operation of ``aten`` by name."""
     namespace, _, qualified = name.partition(".")
     packet, _, overload = qualified.partition(".")
     try:
@@ -285,7 +284,6 @@ class WeightView:
     offset: int = 0
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return the operand, contiguous."""
         part = parameter.detach().flatten()[self.offset : self.offset + math.prod(self.shape)]
         return laid_out(part.reshape(self.shape).permute(self.order))
 
@@ -327,14 +325,12 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the operand."""
         if self.computation is not None:
             return tuple(self.tensor().shape)
         first, view = self.parameters[0], self.view
         return tuple(first.shape if view is None else (view.shape[at] for at in view.order))
 
     def tensor(self) -> Tensor:
-        """Return the operand's values [*]."""
         return operand_of(self.parameters, self.view, self.computation)
 
     def is_same(self, other: Weight) -> bool:

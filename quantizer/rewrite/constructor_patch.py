@@ -145,7 +145,6 @@ def _defined(cls: Any, /, **keywords: Any) -> None:
 
 
 def _subclasses(cls: type) -> list[type]:
-    """Return all classes derived from a class, each once."""
     subclasses: dict[type, None] = {}
     waiting = [cls]
     while waiting:
@@ -199,7 +198,6 @@ def _imported() -> Iterator[types.ModuleType]:
 
 
 def _classes_of(module: types.ModuleType) -> Iterator[type]:
-    """Yield the module classes that a file itself defines."""
     for value in list(vars(module).values()):
         if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__:
             yield value

@@ -150,7 +150,6 @@ class Scope:
         return None if names is None or names[0] in self.locals else names
 
     def asks_for_type(self, node: ast.Call) -> bool:
-        """Return whether a call is ``type(x)``."""
         if not isinstance(node.func, ast.Name) or node.func.id != "type" or node.func.id in self.locals:
             return False
         return self._namespace.get("type", type) is type and len(node.args) == 1 and not node.keywords
@@ -233,7 +232,6 @@ def _bound_otherwise(node: ast.AST) -> set[str]:
 
 
 def _declared(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return the names that nodes declare global."""
     return {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
 
 

@@ -158,7 +158,6 @@ def _convolution(name: str, size: product_sizes.GeometryOf, axes: int) -> Operat
 def _place(
     name: str, *functions: str, methods: tuple[str, ...] = (), operators: tuple[str, ...] = (), gate: bool = False
 ) -> Operation:
-    """Return the entry of an operation whose calls are places."""
     return Operation(
         name=name,
         kind="output",

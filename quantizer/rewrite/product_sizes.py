@@ -205,7 +205,6 @@ class Labels:
 
     @property
     def contracted(self) -> frozenset[str]:
-        """The labels of summation."""
         return frozenset(self.operands[0] + self.operands[1]) - self.output
 
     def channel_axis(self, operand: int, shape: Sequence[int]) -> int | None:

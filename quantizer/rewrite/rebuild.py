@@ -153,7 +153,6 @@ def _hands_on(wrapper: types.FunctionType, inner: types.FunctionType) -> bool:
 
 
 def _passes_keywords(call: ast.Call, wrapped: set[str], keywords: str) -> bool:
-    """Return whether a call is ``wrapped(..., **keywords)``."""
     starred = [word.value for word in call.keywords if word.arg is None]
     return (
         isinstance(call.func, ast.Name)
@@ -415,7 +414,6 @@ def _plain(attribute: Any) -> types.FunctionType | None:
 def _targets(
     function: types.FunctionType, call: HelperCall, host_targets: HostTargets
 ) -> tuple[types.FunctionType, ...]:
-    """Return the functions that a call may reach."""
     if call.of_class:
         return host_targets.get(call.target[-1], ())
     target = _look_up(function.__globals__, call.target)
@@ -425,7 +423,6 @@ def _targets(
 
 
 def _items(registry: Any) -> tuple[types.FunctionType, ...]:
-    """Return the functions in a plain dictionary, list or tuple."""
     # Other kinds of registries compute their items.
     values = registry.values() if type(registry) is dict else registry if type(registry) in (list, tuple) else ()
     return tuple(value for value in values if _may_be_rewritten(value))
@@ -499,12 +496,10 @@ class Rebuilt:
 
     @property
     def keys(self) -> set[tuple[str, Key]]:
-        """File and key of each function that takes part."""
         return {rebuilt.key for rebuilt in self.reached() if rebuilt.key is not None}
 
     @property
     def problems(self) -> list[str]:
-        """Reasons why functions could not be rewritten."""
         return list(dict.fromkeys(rebuilt.problem for rebuilt in self.reached() if rebuilt.problem is not None))
 
     @property

@@ -66,7 +66,6 @@ class SourceFile:
         self._codes: dict[Key, types.CodeType] | None = None
 
     def find(self, function: types.FunctionType) -> FunctionSource:
-        """Return the source of a loaded function."""
         code = function.__code__
         key = (code.co_qualname, code.co_firstlineno)
         if not self.holds(function):
@@ -159,7 +158,6 @@ class _Compilation:
         self.by_key = _by_key(_compiled(text, path, flags))
 
     def holds(self, code: types.CodeType) -> bool:
-        """Return whether ``code`` was compiled from the source."""
         key = (code.co_qualname, code.co_firstlineno)
         return code == self.by_key.get(key) or code == self._singly.get(key)
 

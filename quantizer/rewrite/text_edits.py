@@ -31,17 +31,14 @@ class Edit:
 
     @classmethod
     def opening(cls, start: int, text: str, depth: int) -> Edit:
-        """Return the edit that inserts text before an expression."""
         return cls(start, 0, text, _OPEN, depth)
 
     @classmethod
     def closing(cls, start: int, text: str, depth: int) -> Edit:
-        """Return the edit that inserts text after an expression."""
         return cls(start, 0, text, _CLOSE, -depth)
 
     @classmethod
     def replacing(cls, start: int, length: int, text: str) -> Edit:
-        """Return the edit that replaces ``length`` bytes."""
         return cls(start, length, text, _REPLACE, 0)
 
 
@@ -58,7 +55,6 @@ class LineIndex:
             self._starts.append(self._starts[-1] + len(line) + 1)
 
     def start(self, node: ast.expr | ast.stmt | ast.arg) -> int:
-        """Return the byte offset of a node's first byte."""
         return self._starts[node.lineno - 1] + node.col_offset
 
     def end(self, node: ast.expr | ast.stmt | ast.arg) -> int:

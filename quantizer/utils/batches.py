@@ -563,7 +563,7 @@ def _mapping_without_label(forward: Forward, batch: Any) -> Any:
 
 
 def _is_per_sample(value: Any, inputs: Any) -> bool:
-    """Return whether a tensor has one number per sample, and the inputs have more."""
+    """Return whether a tensor has one number per sample, while the inputs have several."""
     if not isinstance(value, Tensor) or not isinstance(inputs, Tensor) or not value.dim() or not inputs.dim():
         return False
     return value.numel() == value.shape[0] == inputs.shape[0] and inputs.dim() > value.dim()

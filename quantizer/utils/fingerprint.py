@@ -208,7 +208,6 @@ class TensorStamp:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Return a checksum of all bytes of a tensor [*]."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     summed_bytes = len(flat) // (8 * _P * _Q) * (8 * _P * _Q)
     checksum = zlib.crc32(flat[summed_bytes:].cpu().numpy().tobytes())

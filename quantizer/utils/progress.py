@@ -36,7 +36,6 @@ class Loop:
     _bar: tqdm[Any] | None = None
 
     def step(self, note: str = "") -> None:
-        """Count one more step as done."""
         self.reach(self.done + 1, note=note)
 
     def reach(self, done: int, total: int | None = None, note: str = "") -> None:

@@ -277,7 +277,6 @@ class Range(Operand):
 
     @property
     def site(self) -> str:
-        """Name of the site."""
         return self.name.rpartition(".")[0]
 
 
@@ -484,7 +483,6 @@ class BudgetOutcome(Record):
 
     @property
     def is_missed(self) -> bool:
-        """True if the budget is not met."""
         return self.verdict.startswith("not met")
 
     @property
@@ -707,7 +705,6 @@ def _time(shares: Mapping[str, float], times: Mapping[str, float]) -> float | No
 
 
 def _names(sites: Sequence[Site]) -> list[tuple[str, str]]:
-    """Return layer and operation of each site."""
     split = [_split(site.name) for site in sites]
     counts = Counter((layer, operation.rpartition("_")[0]) for layer, operation in split)
     return [

@@ -90,7 +90,6 @@ class Registry(Generic[T]):
         return iter(dict.fromkeys((*self._known, *self._entries)))
 
     def names(self) -> list[str]:
-        """Return all names, sorted."""
         return sorted(self._entries)
 
 

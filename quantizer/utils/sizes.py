@@ -118,7 +118,6 @@ class DataSizes:
         return {dimension: (min(sizes), sizes[0], max(sizes)) for dimension, sizes in self.seen.items()}
 
     def is_open(self, dimension: str) -> bool:
-        """Return whether this dimension has a dynamic axis."""
         return any(dimension in opened.values() for opened in self.axes.values())
 
     def only(self, axes: Axes) -> DataSizes:
@@ -168,5 +167,4 @@ def _size(value: Any, axis: int) -> int | None:
 
 
 def _as_identifier(name: str) -> str:
-    """Return a name with only the characters of a Python identifier."""
     return re.sub(r"\W", "_", name)

@@ -189,7 +189,6 @@ def _put_in_place(new: Path, place: Path, kind: str) -> None:
 
 
 def _clear(new: Path, place: Path) -> None:
-    """Remove the new folder if still temporary, and the earlier folder if replaced."""
     discard(new)
     if os.path.lexists(place):
         discard(new.with_suffix(OLD))

@@ -196,7 +196,6 @@ def _stem(target: Path) -> str:
 
 
 def _changed(folder: Path) -> float:
-    """Return the time of the last change in a folder."""
     latest = folder.lstat().st_mtime
     for root, folders, names in os.walk(folder):
         for name in (*folders, *names):
