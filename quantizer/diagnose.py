@@ -154,9 +154,9 @@ class _Trial:
         return {group: tuple(dict.fromkeys(texts)) for group, texts in problems.items()}
 
     def cause(self, group: str, alone: float, findings: tuple[str, ...]) -> Diagnosis:
-        """Return what a group costs, with the setting that gains most; without findings, only float is tried."""
-        fixes = [*(self._cures(group, alone) if findings else ()), *self._in_float(group)]
-        # What leaves a group in float is the last resort.
+        """Return the diagnosis of a group with its best fix; without findings, only float is tried."""
+        fixes = [*(self._candidate_fixes(group, alone) if findings else ()), *self._float_fix(group)]
+        # Keeping the group in float is the last resort.
         settings = [fix for fix in fixes if math.isfinite(fix.gain_alone_db)] or fixes
         best = max(settings, key=lambda fix: fix.gain_db, default=None)
         return Diagnosis(group=group, sqnr_db=alone, findings=findings, fix=best, notes=self._notes(group, findings))

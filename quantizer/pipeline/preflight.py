@@ -145,7 +145,7 @@ def _tokens(row: Text | Pair | str) -> float:
     return _TOKENS_PER_WORD * len(text.split()) + 2
 
 
-_ROWS = tuple(field.name for field in fields(RunExamples))
+_PURPOSES = tuple(field.name for field in fields(RunExamples))
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def ready_to_run(
     """
     faults, cache = Faults(), cache or ReadCache()
     _check_packages(faults, config)
-    sections = {name: part for name in _ROWS if (part := getattr(config.data, name)) is not None}
+    sections = {name: part for name in _PURPOSES if (part := getattr(config.data, name)) is not None}
     examples = _checked_data(faults, sections, cache)
     _check_model(faults, config, examples, cache)
     # A sweep may have thousands of runs in one folder.
@@ -207,7 +207,7 @@ def faults_of(sections: Mapping[str, Section]) -> list[str]:
     """Return the problems of the valid sections of an invalid file: data, checkpoint and target."""
     faults = Faults()
     data = sections.get("data")
-    parts = {name: sections.get(f"data.{name}", getattr(data, name, None)) for name in _ROWS}
+    parts = {name: sections.get(f"data.{name}", getattr(data, name, None)) for name in _PURPOSES}
     cache = ReadCache()
     examples = _checked_data(
         faults, {name: part for name, part in parts.items() if isinstance(part, DatasetConfig)}, cache
@@ -284,13 +284,13 @@ def _checked_data(faults: Faults, sections: Mapping[str, DatasetConfig], cache: 
     """Return the samples of each readable data section."""
     samples = {}
     for name, section in sections.items():
-        examples = faults.of(partial(_rows, name, section, cache))
+        examples = faults.of(partial(_examples, name, section, cache))
         if examples is not None:
             samples[name] = examples
     return samples
 
 
-def _rows(name: str, section: DatasetConfig, cache: ReadCache) -> list[Example]:
+def _examples(name: str, section: DatasetConfig, cache: ReadCache) -> list[Example]:
     key = section.name, section.path, section.split, section.subset
     try:
         samples = cache.once(("data", *key), partial(all_examples, *key))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quantizer.tasks.datasets.examples import load_examples
 
 from quantizer.config import DatasetConfig
 from quantizer.errors import TaskError
 from quantizer.pipeline import preflight as run_ready
 from quantizer.pipeline.preflight_checks import ReadCache
+from quantizer.tasks.datasets.examples import load_examples
 
 
 def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,12 +27,12 @@ def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: p
     cache = ReadCache()
     for count in range(1, 11):
         section = DatasetConfig(name="text-csv", path=str(path), samples=count, offset=count)
-        assert run_ready._examples("calibration", section, looks) == load_examples(
+        assert run_ready._examples("calibration", section, cache) == load_examples(
             "text-csv", path=path, samples=count, offset=count
         )
     assert len(read) == 1
     with pytest.raises(TaskError, match=r"data\.calibration: .* has 20 samples, fewer than"):
-        run_ready._examples("calibration", DatasetConfig(name="text-csv", path=str(path), samples=99), looks)
+        run_ready._examples("calibration", DatasetConfig(name="text-csv", path=str(path), samples=99), cache)
 
 
 def test_an_error_is_raised_each_time_and_found_once() -> None:
