@@ -22,8 +22,8 @@ def test_data_is_read_once_for_runs_of_other_rows(tmp_path: Path, monkeypatch: p
         read.append(place)
         return whole(*place)
 
-    whole = run_ready.whole_data
-    monkeypatch.setattr(run_ready, "whole_data", counted)
+    whole = run_ready.all_examples
+    monkeypatch.setattr(run_ready, "all_examples", counted)
     cache = ReadCache()
     for count in range(1, 11):
         section = DatasetConfig(name="text-csv", path=str(path), samples=count, offset=count)
