@@ -1,5 +1,7 @@
 """Recurrent layers of torch in Python, whose matrix multiplications are sites.
 
+A layer runs in Python only if one of its sites is active or observed; otherwise torch's kernel runs it.
+
 Legend as in ``numerics/recurrence.py``; x [T, B, I], hidden [B, P], cell [B, H], weights in torch's order; D
 directions, 1 or 2. The arguments are those of torch's kernels, such as ``torch.lstm``.
 """
