@@ -223,7 +223,7 @@ def test_show_of_something_else(good: str, capsys: pytest.CaptureFixture[str], f
 
 def test_show_of_a_file_that_is_no_engine(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "good.yaml"]) == 1
-    assert "good.yaml is neither an ONNX file nor a recognized engine" in capsys.readouterr().err
+    assert "good.yaml is neither an ONNX file nor an engine that is known by its first bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     known = Checkpoint("BertForSequenceClassification", "sequence-classification", 512, ("a", "b"), 100)
     seen = Checkpoint("ViTForImageClassification", "image-classification", None, ("a", "b"), None)
     monkeypatch.setattr(configs, "read_checkpoint", lambda name, _: seen if name == "my-vit" else known)
-    monkeypatch.setattr(configs, "load_rows", lambda *_, **__: [None] * 200)
+    monkeypatch.setattr(configs, "load_examples", lambda *_, **__: [None] * 200)
     (verb,) = [verb for verb in VERBS if verb.name == "convert"]
     commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
     for words in commands:

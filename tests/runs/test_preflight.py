@@ -25,7 +25,7 @@ from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import MissingDependencyError, QuantizerError, TaskError, install_command
 from quantizer.pipeline import preflight as run_ready
 from quantizer.pipeline.context import RunExamples
-from quantizer.pipeline.preflight import ready_to_run, run_estimate, sample_passes
+from quantizer.pipeline.preflight import ready_to_run, sample_passes, run_estimate
 from quantizer.pipeline.preflight_checks import Faults
 from quantizer.pipeline.sweep import ready_to_sweep
 from quantizer.utils.files import begun_in, temporary
@@ -79,7 +79,7 @@ def test_everything_that_is_wrong_is_told_at_once(
     assert first == "the run cannot start, for 4 reasons:"
     assert lines[0] == f"  - onnxscript, jinja2 are not installed: run  {install_command('onnx,report')}"
     assert lines[1].startswith("  - data.calibration: data set 'text-csv': there is no file")
-    assert "data.evaluation: the samples have label 7, but the model has 2 classes (0 to 1)" in lines[2]
+    assert "data.evaluation: the rows hold label 7, but the model has 2 classes (0 to 1)" in lines[2]
     assert "taken is no folder; choose another folder" in lines[3]
 
 
@@ -179,8 +179,8 @@ def test_passes_are_counted_by_what_a_run_does(values: dict[str, Any], tmp_path:
     assert sample_passes(config, rows) == (1 + 12) * 16 + 3 * 24  # type: ignore[arg-type]
     values |= {"amp": {}, "fallback": {"max_drop": 0.01, "max_evaluations": 5}}
     values["data"]["tuning"] = {"name": "text-csv", "path": str(tmp_path / "tuning.csv")}
-    config = _config(values, tmp_path)
-    assert sample_passes(config, {**rows, "tuning": [1] * 10}) == (1 + 12) * 16 + 3 * 24 + 50  # type: ignore[arg-type]
+    searched = _config(values, tmp_path)
+    assert sample_passes(searched, {**rows, "tuning": [1] * 10}) == (1 + 12) * 16 + 3 * 24 + 50  # type: ignore[arg-type]
 
 
 def test_no_estimate_without_weights(values: dict[str, Any], tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_the_time_is_that_of_an_earlier_run_of_the_same_work(
     values: dict[str, Any], tmp_path: Path, change: dict[str, Any], known: bool
 ) -> None:
     config = _config(values, tmp_path).model_dump(mode="json")
-    stages = [{"name": "export", "seconds": 61.0}, {"name": "check", "seconds": 30.0, "parent": "export"}]
+    stages = [{"name": "export", "seconds": 61.0}, {"name": "check", "seconds": 30.0, "inside": "export"}]
     (tmp_path / "before").mkdir()
     (tmp_path / "before" / "report.json").write_text(json.dumps({"config": config, "choice": None, "stages": stages}))
     estimate = _ready(values | change, tmp_path).estimate
@@ -231,7 +231,7 @@ def test_a_mistake_in_the_file_hides_no_other(
     assert main(["validate", str(path)]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: 6 problems in the configuration:\n")
-    for told in ("data.evaluation.rowz: unknown key", "did you mean 'bfloat16'", "does not support weights in fp8"):
+    for told in ("data.evaluation.rowz: unknown key", "did you mean 'bfloat16'", "has no weights in fp8"):
         assert told in err
     assert f"{path}: data.calibration: " in err
     assert main(["validate", "--file-only", str(path)]) == 1

@@ -153,12 +153,12 @@ EARLY = {
     f"{INT8} --tuning text-csv:a.csv": "--tuning a.csv: data.tuning: is only used by fallback.max_drop",
     f"{INT8} --max-drop -1 --tuning text-csv:a.csv": "--max-drop -1.0: fallback.max_drop: got the number -1.0",
     f"{INT8} --max-drop 0 --tuning text-csv:a --evaluation text-csv:a": "--tuning and --evaluation are both text-csv:a",
-    f"{INT8} --dtype fp8": "quantizer.dtype: openvino does not support activations in fp8; use int8, uint8",
-    f"{OPENVINO} --compute-capability sm89": "--compute-capability sm89 is for --backend tensorrt-rtx",
+    f"{INT8} --dtype fp8": "quantizer.dtype: openvino has no activations in fp8; it takes int8, uint8",
+    f"{OPENVINO} --compute-capability sm89": "--compute-capability sm89 is only for --backend tensorrt-rtx",
     f"{BERT} --backend onnxruntime --inference-precision bfloat16": "types of the ONNX file; leave 'bfloat16' out",
     f"{OPENVINO} --inference-precision int8": "engine.inference_precision: got the text 'int8'; expected 'float32'",
     f"{BERT} {RTX} ada": "--compute-capability ada: engine.compute_capability: got the text 'ada'; expected a compute",
-    f"{BERT} {RTX} sm999": "engine.compute_capability: tensorrt-rtx does not support 'sm999'",
+    f"{BERT} {RTX} sm999": "engine.compute_capability: 'sm999' is unknown to tensorrt-rtx",
     f"{BERT} {DATA} --dtype fp8 {RTX} sm80": "engine.compute_capability: 'sm80' has no FP8",
     f"{BERT} {DATA} --config fp8.yaml {RTX} sm80": "engine.compute_capability: 'sm80' has no FP8",
     f"{INT8} --config wrong.yaml": "wrong.yaml:1: preset: got the text 'fats'; expected",
@@ -199,8 +199,8 @@ EARLY = {
     f"{RUN} data.calibration.path=none.csv": "has no samples",
     f"{RUN} data.evaluation.samples=9999": "has 24 samples, fewer than",
     f"{RUN} data.evaluation.name=nonsense": "unknown data set 'nonsense'",
-    f"{RUN} engine.compute_capability=sm89": "which has no compute capability; remove 'sm89'",
-    f"{RUN} engine.strip_weights=true": "engine.strip_weights: openvino always stores the weights in its engines",
+    f"{RUN} engine.compute_capability=sm89": "which has no compute capability; leave 'sm89' out",
+    f"{RUN} engine.strip_weights=true": "engine.strip_weights: openvino keeps the weights in its engines; leave it out",
     f"{RUN} 'quantizer.backend=[openvino, tensorrt]'": "auto times engines on this CPU, and tensorrt's run elsewhere",
     "run run.yaml --output texts.txt/run": "texts.txt is no folder; choose another folder",
     "run run.yaml --output mine --force": "it holds 'file'",
@@ -216,7 +216,7 @@ EARLY = {
 LATE = {
     f"{VIT} --quantization --calibration broken-photos": "a.png cannot be read as an image",
     f"{PHOTOS} --evaluation image-folder:labelled": "the label 'purple' is no class of the model; expected one of its",
-    f"{AST} --evaluation transcripts:words.csv": "needs samples of kind Audio, got Speech",
+    f"{AST} --evaluation transcripts:words.csv": "needs rows of kind Audio, got Speech",
     f"{AST} --quantization --calibration broken": "a.wav cannot be read as a recording",
     f"{CTC} transcripts:words.csv --seconds 0.2": "recordings are read up to 0.2 s, so its last words would be missed",
     f"{FUNCTIONS} model.source=my_pgk.nets:build": "my_pgk.nets:build: the module 'my_pgk' is neither in ",
@@ -231,7 +231,7 @@ LATE = {
     f"{FUNCTIONS} model.source=exits:build": "exits:build: importing exits failed, with SystemExit: 2",
     f"{FUNCTIONS} model.source=both:build": "'both:build' names a function, but also an existing file or folder",
     f"{FUNCTIONS} model.inputs=my_pkg.data:none": "none(): the calibration data is a NoneType; give an iterable of",
-    f"{FUNCTIONS} model.inputs=my_pkg.data:empty": "empty(): the calibration data is empty; expected at least one",
+    f"{FUNCTIONS} model.inputs=my_pkg.data:empty": "empty(): the calibration data is empty: at least one",
     f"{FUNCTIONS} model.inputs=my_pkg.data:wrong": "my_pkg.data:wrong(): batch 0 does not fit Net.forward",
     f"{FUNCTIONS} model.inputs=my_pkg.data:broken": "broken(): the calibration data failed after 1 batch, with OSErr",
     f"{FUNCTIONS} model.inputs=my_pkg.data:small": "my_pkg.nets:build: forward() failed, with RuntimeError: ",
@@ -284,5 +284,5 @@ def test_before_the_calibration(
 
 def test_a_fault_of_several_backends_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     told = _told(f"{BERT} {DATA} --dtype fp8 --config plain.yaml --backend openvino onnxruntime", capsys)
-    assert told.count("quantizer.dtype: openvino does not support activations in fp8") == 1
-    assert told.count("quantizer.dtype: onnxruntime does not support activations in fp8") <= 1
+    assert told.count("quantizer.dtype: openvino has no activations in fp8") == 1
+    assert told.count("quantizer.dtype: onnxruntime has no activations in fp8") <= 1
