@@ -1,4 +1,4 @@
-"""How results are displayed: as text in a terminal, as tables and charts in a notebook.
+"""The display of results: as text in a terminal, as tables and charts in a notebook.
 
 ``utils/display.py`` imports this on first use. A display is a table, perhaps with a chart above it in a notebook;
 further results follow below.

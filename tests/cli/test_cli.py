@@ -223,7 +223,7 @@ def test_show_of_something_else(good: str, capsys: pytest.CaptureFixture[str], f
 
 def test_show_of_a_file_that_is_no_engine(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "good.yaml"]) == 1
-    assert "good.yaml is neither an ONNX file nor an engine that is known by its first bytes" in capsys.readouterr().err
+    assert "good.yaml is neither an ONNX file nor a recognized engine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

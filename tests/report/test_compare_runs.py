@@ -347,7 +347,7 @@ def test_the_folder_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     capsys.readouterr()
     assert main(["show", "swept"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "swept holds 2 finished runs:"
+    assert shown[0] == "swept contains 2 finished runs:"
     assert [line.strip() for line in shown[1:]] == [
         "quantizer show swept/num=2",
         "quantizer show swept/num=4",

@@ -128,7 +128,7 @@ def test_the_title_counts_tables_that_stay_float() -> None:
     assert q.coverage.title().endswith(
         "; print .all for 1 addition that is no residual add and 1 table that is not quantized"
     )
-    assert "a table of 128 numbers" in q.coverage.all.text()
+    assert "its embedding table has 128 elements" in q.coverage.all.text()
 
 
 def test_a_place_is_a_file_and_a_line() -> None:

@@ -25,7 +25,7 @@ from tiny_run import tiny_run
 @pytest.mark.parametrize(
     ("asked", "rows", "metric", "said"),
     [
-        (0.002, 200, "accuracy", "less than one of the 200 tuning samples of the search, which is 0.0050"),
+        (0.002, 200, "accuracy", "below one of the 200 tuning samples of the search, which is 0.0050"),
         (0.002, 600, "accuracy", "within the noise of the 600 tuning samples"),
         (0.02, 600, "accuracy", None),
         # Nothing lost is a budget that any rows can tell; and a rank correlation has no step.
@@ -52,7 +52,7 @@ def test_validate_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows
     out = " ".join(capsys.readouterr().out.split())
     assert f"ok: {file}" in out
     # A third of the 16, or 15, checks the engine.
-    assert f"warning: fallback.max_drop: 0.002 is less than one of the {11 if rows is None else 10} tuning" in out
+    assert f"warning: fallback.max_drop: 0.002 is below one of the {11 if rows is None else 10} tuning" in out
     del run["data"]["tuning"]
     file.write_text(yaml.safe_dump({**run, "amp": {}, "fallback": {"num": 1}}))
     assert main(["validate", str(file)]) == 0

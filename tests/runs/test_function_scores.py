@@ -65,10 +65,10 @@ def test_a_number_has_no_interval() -> None:
 def test_scores_of_other_rows_than_the_float_models_are_refused() -> None:
     scorer = _scorer(lambda model: model.decisions, _Decided([1.0, 0.0, 1.0]))
     with pytest.raises(
-        TaskError, match=r"returned scores of 2 samples for the proxy, and scores of 3 samples for the float"
+        TaskError, match=r"returned scores of 2 samples for the proxy, but scores of 3 samples for the float"
     ):
         scorer.scores({"proxy": _Decided([1.0, 0.0])})
-    with pytest.raises(TaskError, match="returned a number for the proxy, and scores of 3 samples for the float model"):
+    with pytest.raises(TaskError, match="returned a number for the proxy, but scores of 3 samples for the float model"):
         scorer.scores({"proxy": _Decided(1.0)})
 
 

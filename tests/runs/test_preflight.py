@@ -79,8 +79,8 @@ def test_everything_that_is_wrong_is_told_at_once(
     assert first == "the run cannot start, for 4 reasons:"
     assert lines[0] == f"  - onnxscript, jinja2 are not installed: run  {install_command('onnx,report')}"
     assert lines[1].startswith("  - data.calibration: data set 'text-csv': there is no file")
-    assert "data.evaluation: the rows hold label 7, but the model has 2 classes (0 to 1)" in lines[2]
-    assert "taken is no folder; choose another folder" in lines[3]
+    assert "data.evaluation: the samples have label 7, but the model has 2 classes (0 to 1)" in lines[2]
+    assert "taken is not a folder; choose another folder" in lines[3]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_mistake_in_the_file_hides_no_other(
     assert main(["validate", str(path)]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: 6 problems in the configuration:\n")
-    for told in ("data.evaluation.rowz: unknown key", "did you mean 'bfloat16'", "has no weights in fp8"):
+    for told in ("data.evaluation.rowz: unknown key", "did you mean 'bfloat16'", "does not support weights in fp8"):
         assert told in err
     assert f"{path}: data.calibration: " in err
     assert main(["validate", "--file-only", str(path)]) == 1

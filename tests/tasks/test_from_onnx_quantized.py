@@ -153,10 +153,10 @@ def test_options_of_checkpoints_do_not_fit(file: Path, tmp_path: Path) -> None:
     from quantizer.pipeline.convert_options import convert_onnx
 
     options = {"model": str(file), "output": tmp_path / "out", "backend": ["auto", "openvino"], "seq_len": [16, 32, 64]}
-    with pytest.raises(ConfigError, match="--seq-len is for checkpoints") as raised:
+    with pytest.raises(ConfigError, match="--seq-len is only for checkpoints") as raised:
         convert_onnx(options, False, Console(quiet=True))
     text = str(raised.value)
-    assert "give --quantization" in text
+    assert "add --quantization" in text
     assert "--calibration is missing" in text
     assert "--backend auto openvino: expected one backend, or auto" in text
     np.savez(tmp_path / "data.npz", y=np.zeros((4, 3)))

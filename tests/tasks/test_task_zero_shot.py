@@ -122,7 +122,7 @@ def test_labels_that_do_not_fit(clip: str, tmp_path: Path) -> None:
 
 
 BAD = {
-    "none": ((), "chooses among labels, and none were given"),
+    "none": ((), "needs labels: set two or more"),
     "one": (("--labels", "cat"), "--labels cat: model.labels: got only one label; expected at least two"),
     "twice": (("--labels", "cat", "cat"), "--labels cat cat: model.labels: got 'cat' twice"),
     "template": (("--labels", "cat", "dog", "--template", "a photo"), "got the template 'a photo'; expected"),
