@@ -27,8 +27,8 @@ class Check:
 example:
   quantizer check model.onnx --target tensorrt
   error [unconverted-float32] 1 place
-      all 49 products have float32 tensors: tensorrt builds what the graph says, so everything that is not
-      quantized runs in float32, without a word
+      all 49 MatMul, Gemm and Conv nodes have float32 tensors: tensorrt uses the types of the graph, so
+      non-quantized operations run in float32
     -> convert the model to float16 before export, scales included
   model.onnx: 1 error, 0 warnings
 

@@ -572,7 +572,7 @@ class QuantizerConfig(Section):
     def _entropy_counts_equal_steps(self) -> QuantizerConfig:
         fp8 = self.dtype == "fp8" or any(rule.activations == "fp8" for rule in self.formats)
         if fp8 and self.activations.calibrator == "entropy":
-            text = "got 'entropy', which assumes evenly spaced values, but fp8 has none; expected another calibrator"
+            text = "got 'entropy', which needs uniform quantized values, which fp8 lacks; expected another calibrator"
             reject(("activations.calibrator", text))
         return self
 

@@ -28,7 +28,7 @@ def named_batches(model: nn.Module, batches: Iterable[Any]) -> list[Batch]:
         args: Sequence[Any] = () if keywords else batch if isinstance(batch, tuple | list) else (batch,)
         result.append(by_name(f"batch {number}", name, signature, args, keywords))
     if not result:
-        raise CalibrationError("the calibration data is empty; expected at least one batch")
+        raise CalibrationError("the calibration data is empty: at least one batch is needed")
     return result
 
 

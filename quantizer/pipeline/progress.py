@@ -45,7 +45,7 @@ def earlier_stages(folder: Path, report: str, same: Callable[[Mapping[str, Any]]
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             content = json_values(regular_file(path).read_bytes())
             if same(content):
-                stages = [stage for stage in content["stages"] if stage.get("inside") is None]
+                stages = [stage for stage in content["stages"] if stage.get("parent") is None]
                 return [Stage(name=str(stage["name"]), seconds=float(stage["seconds"])) for stage in stages]
     return []
 

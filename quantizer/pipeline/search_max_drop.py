@@ -232,7 +232,7 @@ class EngineBudget:
             timer.tell(result)
             return None
         if self._allowed == 0 or len(self.checks) == _CHECKS:
-            timer.tell(f"{result}: the budget is not met on the engine, and this is the best plan found")
+            timer.tell(f"{result}: the engine does not meet the budget; this is the best plan that was found")
             return None
         self._allowed = max(0.0, self._allowed - (drop - self.asked))
         timer.tell(f"{result}: the search continues with {self._allowed:.5f}")

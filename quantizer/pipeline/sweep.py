@@ -485,7 +485,7 @@ def carry_out_sweep(
     except OSError as error:
         raise QuantizerError(f"{folder} cannot be written: {error.strerror}; choose another folder") from error
     if complete_runs:
-        console.print(f"{len(complete_runs)} of {len(runs)} runs in {folder} are already complete", highlight=False)
+        console.print(f"{len(complete_runs)} of {len(runs)} runs are already complete in {folder}", highlight=False)
     for line in ready.notes:
         console.print(line, markup=False, highlight=False)
     for name, fault in ready.faults.items():

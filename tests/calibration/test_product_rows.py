@@ -52,7 +52,7 @@ class Net(nn.Module):
                 return torch.einsum("bk,nk->b", x, self.weight)
 
 
-def configured_examples(net: Net, x: Tensor) -> tuple[ProductRows | str, Tensor]:
+def rows_of(net: Net, x: Tensor) -> tuple[ProductRows | str, Tensor]:
     """The rows of the site that ``net`` calls, and its result."""
     proxy = build_proxy(net, eager_attention=False)
     found: list[tuple[ProductRows | str, Tensor]] = []
@@ -101,7 +101,7 @@ CASES = [
 )
 def test_the_rows_give_what_torch_computes(net: Net, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
-    product, result = configured_examples(net, x)
+    product, result = rows_of(net, x)
     assert not isinstance(product, str), product
     weight = product.weight(net.weight.detach())
     assert torch.equal(product.as_weight(weight), net.weight)
@@ -122,4 +122,4 @@ def test_the_rows_give_what_torch_computes(net: Net, shape: tuple[int, ...]) -> 
     ],
 )
 def test_products_without_rows_have_a_reason(net: Net, shape: tuple[int, ...], reason: str) -> None:
-    assert configured_examples(net, torch.randn(shape))[0] == reason
+    assert rows_of(net, torch.randn(shape))[0] == reason

@@ -114,7 +114,7 @@ def test_a_rule_of_kinds_alone_takes_products_by_a_weight_for_linears() -> None:
             {"formats": [{"weights": "int8", "block_size": 16}]},
             "block_size: got 16; expected null, because only",
         ),
-        ({"dtype": "fp8", "activations": {"calibrator": "entropy"}}, "assumes evenly spaced values, but fp8 has none"),
+        ({"dtype": "fp8", "activations": {"calibrator": "entropy"}}, "needs uniform quantized values, which fp8 lacks"),
     ],
 )
 def test_formats_that_cannot_be(options: dict[str, Any], message: str) -> None:
@@ -214,9 +214,17 @@ def test_an_asymmetric_range_uses_all_steps() -> None:
     ("backend", "options", "least"),
     [
         pytest.param("onnxruntime", {"formats": [{"activations": "uint8"}]}, 100.0, marks=needs_exact_byte_products),
-        ("onnxruntime", {"formats": [{"weights": "int4", "block_size": 16}]}, 100.0),
+        (
+            "onnxruntime",
+            {"formats": [{"weights": "int4", "block_size": 16}]},
+            100.0,
+        ),
         # Its kernel for such weights rounds the activations to 8 bits by itself.
-        ("onnxruntime", {"formats": [{"weights": "int4", "block_size": 16, "activations": "float"}]}, 45.0),
+        (
+            "onnxruntime",
+            {"formats": [{"weights": "int4", "block_size": 16, "activations": "float"}]},
+            45.0,
+        ),
         # It rounds in another order somewhere; the score is the proxy's.
         ("openvino", {"formats": [{"activations": "uint8"}]}, 30.0),
         ("openvino", {"formats": [{"weights": "int4", "block_size": 16, "activations": "float"}]}, 30.0),

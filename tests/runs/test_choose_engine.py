@@ -226,6 +226,6 @@ def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     print_choice(choice, Console(width=80))
     said = capsys.readouterr().out
     assert said.startswith(choice.headline)
-    assert "not tried, as it is not installed: c: pip install 'enginequant[c]'" in said
+    assert "not tried, because it is not installed: c: pip install 'enginequant[c]'" in said
     lines = said.splitlines()
     assert all(any(one.name in line and one.verdict in line for line in lines) for one in choice.candidates)

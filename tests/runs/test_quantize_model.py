@@ -330,7 +330,7 @@ class _Variadic(nn.Module):
     ("model", "data", "error", "said"),
     [
         (_net, [], CalibrationError, "the calibration data is empty"),
-        (_net, [(torch.ones(2, 3, 8, 8), torch.ones(2), torch.ones(2))], CalibrationError, "which of them are its"),
+        (_net, [(torch.ones(2, 3, 8, 8), torch.ones(2), torch.ones(2))], CalibrationError, "which parts are inputs"),
         (_net, [{"image": [1.0]}], CalibrationError, "image is list; expected a tensor with the samples"),
         (_net, [torch.tensor(1.0)], CalibrationError, r"image is a tensor of shape \[\]; expected a tensor with"),
         (_Variadic, [torch.ones(2, 3)], CalibrationError, "variadic positional arguments have no names"),
@@ -380,7 +380,7 @@ class Halves(nn.Module):
 def test_a_model_that_fixes_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     data = [torch.randn(6, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     model = Halves().eval()
-    wanted = "the engine takes batches with a size of 6 along axis 0 of 'x' alone"
+    wanted = "the engine accepts only batches with a size of 6 along axis 0 of 'x'"
 
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt("before the calibration")

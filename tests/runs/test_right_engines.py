@@ -99,7 +99,7 @@ def test_a_model_for_all_sizes_that_is_wrong_gives_way_to_fixed_sizes(tmp_path: 
     torch.manual_seed(0)
     model = Gated().eval()
     made = _quantized(model, (16, 8, 8), "openvino")
-    (note,) = made.record.fixed
+    (note,) = made.record.fixed_sizes
     assert note.startswith("the engine accepts only batch 1, 2, 4, ")
     assert ", with a model for each: openvino's model for all sizes is wrong (SQNR " in note
     assert " ".join(note.split()) in " ".join(made.summary().split())
@@ -210,7 +210,9 @@ def test_a_run_keeps_what_tells_the_cause_of_a_refused_engine(
     verdict = verdict_of(record)
     assert verdict.level == "do not use"
     assert verdict.reasons[0].startswith("the engine was refused and deleted: openvino engine, batch 8")
-    with pytest.raises(EngineError, match=r"holds no model\.engine: the run refused it: openvino engine, batch 8"):
+    with pytest.raises(
+        EngineError, match=r"has no model\.engine, because the run refused it: openvino engine, batch 8"
+    ):
         quantizer.load(folder)
     # The file alone can be built, for whoever knows better.
     assert build_engine("openvino", folder / "model.onnx", tmp_path / "mine.engine").size_bytes

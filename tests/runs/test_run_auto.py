@@ -114,7 +114,7 @@ def test_float_wins_and_is_named_in_the_end(
     assert record.choice.headline.startswith(
         f"no INT8 engine is faster than float on this CPU, so {ONNXRUNTIME} float32 is delivered"
     )
-    assert record.choice.deploy == "float.engine; the quantized model.engine beside it has 0.50x its speed"
+    assert record.choice.deploy == "float.engine; the quantized model.engine next to it has 0.50x its speed"
     assert said.splitlines()[-1] == f"deploy  {record.choice.deploy}"
     assert "To deploy: float.engine; the quantized" in (at / "done" / "report.html").read_text()
     assert (at / "done" / "float.engine").exists()

@@ -158,7 +158,7 @@ def test_a_search_meets_its_budget(search: Search, capsys: pytest.CaptureFixture
     assert float(said[3]) - float(said[2]) <= 0.02 + 1e-5
     assert any(float(said[2]) == pytest.approx(score, abs=1e-5) for score in search.scores)
     assert f"scores are kept until the run is complete in {Path.cwd() / 'out.search'}" in out
-    assert record.fallback.outcome.tuning <= record.fallback.outcome.asked == 0.02
+    assert record.fallback.outcome.tuning_drop <= record.fallback.outcome.max_drop == 0.02
     assert _left() == {"tiny.yaml", "out"}
     assert [row.group for row in record.sensitivity if row.fallback] == list(record.fallback.groups)
 
@@ -199,7 +199,7 @@ def test_an_interrupted_search_goes_on(
             assert len(list(kept.rglob("entry.json"))) == number - 1
         search.stop, search.found = 0, None
         _run(code=1)
-        assert (f"going on with {number - 1} scores of {kept}" in capsys.readouterr().out) is (number > 1)
+        assert (f"resuming with {number - 1} scores of {kept}" in capsys.readouterr().out) is (number > 1)
         assert search.found == whole
         # The one that was interrupted is taken twice.
         assert search.taken == needed + 1
@@ -219,7 +219,7 @@ def test_an_error_after_the_search_keeps_its_scores(
     assert _left() == {"tiny.yaml", "out.search"}
     _run()
     assert search.taken == needed
-    assert f"going on with {needed} scores" in _plain(capsys.readouterr().out)
+    assert f"resuming with {needed} scores" in _plain(capsys.readouterr().out)
     assert _left() == {"tiny.yaml", "out"}
 
 
@@ -236,7 +236,7 @@ def test_scores_of_another_run_are_not_taken(
     search.stop = 0
     assert len(search.scores) == 3
     _run(word, code=1)
-    assert "each score is kept in" in _plain(capsys.readouterr().out)
+    assert "scores are kept until the run is complete" in _plain(capsys.readouterr().out)
     found = search.found
     shutil.rmtree("out.search")
     _run(word, code=1)
@@ -266,7 +266,7 @@ def test_a_search_with_another_budget_takes_the_scores_that_are_there(
     _run(code=130)
     search.stop = 0
     _run("fallback.max_drop=0.05", "fallback.max_evaluations=20", code=1)
-    assert "going on with 3 scores" in _plain(capsys.readouterr().out)
+    assert "resuming with 3 scores" in _plain(capsys.readouterr().out)
 
 
 def test_a_folder_of_others_takes_no_scores(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,6 +284,8 @@ def test_too_few_evaluations(search: Search, capsys: pytest.CaptureFixture[str])
 
 
 # As a user would do it; what is interrupted above is the same search, in the process of the tests.
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_a_search_that_is_killed_goes_on(
@@ -309,7 +311,7 @@ def test_a_search_that_is_killed_goes_on(
 
     _no_further(monkeypatch)
     _run(code=1)
-    assert f"going on with {kept} scores" in _plain(capsys.readouterr().out)
+    assert f"resuming with {kept} scores" in _plain(capsys.readouterr().out)
 
 
 # -- other choices -------------------------------------------------------------------------------------------------

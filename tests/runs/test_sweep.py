@@ -149,7 +149,7 @@ def test_killed_and_started_again(
     before = (at / "swept" / FIRST / "report.json").read_bytes()
     monkeypatch.setattr(one_run, "carry_out", carry_out)
     assert main(command) == 0
-    assert "1 of 2 runs are complete" in capsys.readouterr().out
+    assert "1 of 2 runs are already complete" in capsys.readouterr().out
     assert (at / "swept" / FIRST / "report.json").read_bytes() == before
     page = (at / "swept" / "comparison.html").read_bytes()
     # All are complete: nothing is carried out, and the page is the same.
@@ -267,7 +267,7 @@ def test_a_job_that_ends_before_its_time(at: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launchers, "is_done", lambda run, folder: run is complete)
     assert launchers.outcomes_of(Ended(), [complete, other], at) == [
         Outcome("complete", None),
-        Outcome("other", "its job 7 ended: slurmstepd: out of memory; see 7.err"),
+        Outcome("other", "job 7 ended: slurmstepd: out of memory; see 7.err"),
     ]
 
 

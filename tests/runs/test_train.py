@@ -168,7 +168,7 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(files: dict[str, 
     second = Bench(files)
     course = second.train(tmp_path / "kept")
     assert course == expected
-    assert f"going on after 8 of 20 steps, from {tmp_path / 'kept' / 'last.safetensors'}" in second.told
+    assert f"resuming after 8 of 20 steps from {tmp_path / 'kept' / 'last.safetensors'}" in second.told
     for one, two in zip(whole.proxy.state_dict().values(), second.proxy.state_dict().values(), strict=True):
         assert torch.equal(one, two)
     # All done: nothing is trained again.
@@ -298,5 +298,5 @@ def test_a_run_that_is_stopped_says_where_its_checkpoints_are(
     # From other calibration data the scales start elsewhere: it is another training.
     kept = last.read_bytes()
     assert main([*words, "data.calibration.samples=8"]) == 1
-    assert "holds checkpoints of another configuration: remove it to begin anew" in capsys.readouterr().err
+    assert "contains checkpoints of another configuration: remove it to start over" in capsys.readouterr().err
     assert last.read_bytes() == kept

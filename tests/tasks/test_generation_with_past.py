@@ -162,6 +162,6 @@ def test_a_converted_decoder_writes_what_transformers_does(folder: Path, tmp_pat
     right = model.generate(**ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
     assert loaded.generate("the cat", 8) == loaded.processor.decode(right)
     assert loaded(["the cat is fast"])["logits"].shape[:1] == (1,)
-    with pytest.raises(QuantizerError, match="and 16 new tokens exceed the 16 that this engine was built for"):
+    with pytest.raises(QuantizerError, match="and 16 new tokens exceed the 16 tokens that this engine was built for"):
         loaded.generate("the cat", 16)
     assert load_engine("onnxruntime", tmp_path / "out" / "onnxruntime" / "model.engine").output_names[0] == "logits"

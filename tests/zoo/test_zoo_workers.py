@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "zoo"))
 
 from page import changes
-from workers import Limits, configured_examples
+from workers import Limits, rows_of
 
 
 def work(key: str, tell: Callable[[str, Any], None]) -> None:
@@ -32,7 +32,7 @@ def work(key: str, tell: Callable[[str, Any], None]) -> None:
 @pytest.mark.nightly
 def test_each_subject_becomes_a_row() -> None:
     limits = Limits(seconds=8, gib=24, at_once=2)
-    rows = dict(configured_examples(["fine", "hangs", "dies", "eats", "fine too"], work, limits))
+    rows = dict(rows_of(["fine", "hangs", "dies", "eats", "fine too"], work, limits))
     assert rows["fine"]["built"] == rows["fine too"]["built"] == "ok"
     assert rows["hangs"]["ended"] == "not done after 8 s"
     assert rows["hangs"]["stage"] == "built"
