@@ -25,7 +25,7 @@ from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import MissingDependencyError, QuantizerError, TaskError, install_command
 from quantizer.pipeline import preflight as run_ready
 from quantizer.pipeline.context import RunExamples
-from quantizer.pipeline.preflight import ready_to_run, sample_passes, run_estimate
+from quantizer.pipeline.preflight import ready_to_run, run_estimate, sample_passes
 from quantizer.pipeline.preflight_checks import Faults
 from quantizer.pipeline.sweep import ready_to_sweep
 from quantizer.utils.files import begun_in, temporary

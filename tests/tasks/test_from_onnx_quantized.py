@@ -161,6 +161,6 @@ def test_options_of_checkpoints_do_not_fit(file: Path, tmp_path: Path) -> None:
     assert "--backend auto openvino: expected one backend, or auto" in text
     np.savez(tmp_path / "data.npz", y=np.zeros((4, 3)))
     options = {"model": str(file), "output": tmp_path / "out", "backend": ["auto"], "quantization": True}
-    with pytest.raises(CalibrationError, match=r"has the arrays y, and net.onnx the inputs x"):
+    with pytest.raises(CalibrationError, match=r"has the arrays y, but net.onnx has the inputs x"):
         convert_onnx({**options, "calibration": str(tmp_path / "data.npz")}, False, Console(quiet=True))
     assert not (tmp_path / "out").exists()
