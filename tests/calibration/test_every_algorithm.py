@@ -58,7 +58,7 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], str]] = {
     "output": ({**FLOAT, "activations": {"calibrator": "output", "smoothquant_alpha": "auto"}}, "SmoothQuant 0."),
     "bias": ({**FLOAT, "activations": COARSE, "bias_correction": True}, "bias corrected"),
     "equalize": ({"backend": "onnxruntime", "weights": {"granularity": "per_tensor"}}, "equalized"),
-    "awq": ({**FLOAT, **INT4, "weights": {"rounding": "awq"}}, "awq, share 0."),
+    "awq": ({**FLOAT, **INT4, "weights": {"rounding": "awq"}}, "awq, alpha 0."),
     "gptq": ({**FLOAT, **INT4, "weights": {"rounding": "gptq"}}, "gptq, 0."),
     "gptq of int8": ({**FLOAT, "activations": {"calibrator": "max"}, "weights": {"rounding": "gptq"}}, "gptq, 0."),
     "reconstruct": ({**FLOAT, "activations": COARSE, "weights": {"rounding": "reconstruct"}}, "reconstruct, "),

@@ -154,8 +154,8 @@ def test_one_batch_is_none_to_check_on(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING):
         q = calibrated(model, batches)
         plan = q.plan
-    assert "no second batch of calibration data" in caplog.text
-    assert "max with no smoothing is used" in caplog.text
+    assert "no second calibration batch" in caplog.text
+    assert "max with no SmoothQuant is used" in caplog.text
     plain = calibrated(model, batches, activations={"calibrator": "max", "smoothquant_alpha": None}).plan
     for path, entry in plan.items():
         for mine, other in zip(entry.operands, plain[path].operands, strict=True):

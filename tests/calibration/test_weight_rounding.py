@@ -537,7 +537,7 @@ def test_a_folder_keeps_no_batches_for_another_backend(tmp_path: Path) -> None:
     model = Net().eval()
     loaded = Quantizer.load(rounded(model).save(tmp_path / "saved"))
     other = loaded.for_backend("openvino")
-    with pytest.raises(CalibrationError, match=r"rounding by data.* a folder keeps none"):
+    with pytest.raises(CalibrationError, match=r"rounding by data.* a saved folder has none"):
         other.quantize(model)
 
 

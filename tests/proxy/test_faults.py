@@ -161,9 +161,9 @@ PROXY: Faults = [
     ("export of a simulation", _export_of_a_simulation, r"export\(\) expects the model that quantize\(\) returned"),
 ]
 SENSITIVITY: Faults = [
-    ("before amp", lambda: _plain().sensitivity, r"nothing was measured yet; run data through the proxy that amp\(\)"),
+    ("before amp", lambda: _plain().sensitivity, r"nothing was measured yet: run the proxy that amp\(\)"),
     ("before data", lambda: _measured().sensitivity, "nothing was measured yet"),
-    ("fallback before data", lambda: _fall_back(data=(), num=1), "nothing was measured yet: run"),
+    ("fallback before data", lambda: _fall_back(data=(), num=1), "nothing was measured yet; run"),
     ("amp in train mode", lambda: (q := _calibrated()).amp(q.model).train()(X), r"train mode.*call \.eval\(\)"),
     ("only zeros", lambda: _measured(0 * X, model=linear(bias=False)), "all zeros on this batch"),
     ("no floats", lambda: _measured(X, model=net("self.a(x).argmax(-1)", a=linear())), "no floating-point tensor"),
@@ -206,7 +206,7 @@ def test_what_is_refused(error: type[Exception], run: Callable[[], Any], words: 
 
 
 def test_damaged_regions_are_refused() -> None:
-    with pytest.raises(QuantizerError, match="modules beyond float16 cannot be read"):
+    with pytest.raises(QuantizerError, match="the record of modules beyond float16 is damaged"):
         Float32Modules.from_plain({"wide": {"a": "large"}, "computing": [], "masked": []})
 
 

@@ -192,7 +192,7 @@ def test_a_mask_that_changed_is_told_and_ends_chosen_codes(tmp_path: Path) -> No
         for one in (q, loaded):
             with (
                 pytest.warns(UserWarning, match=r"^1 buffers that weights are computed from changed .* is 1\.mask"),
-                pytest.warns(UserWarning, match="^1 weights changed since their codes were chosen"),
+                pytest.warns(UserWarning, match="^1 weights changed since their integers were chosen"),
             ):
                 error = one.quantize(model)(x) - model(x)
             assert float(error.square().mean()) < 1e-3 * float(model(x).square().mean())
@@ -271,8 +271,8 @@ BAD: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "dropout": (lambda m, x: F.dropout(m.weight, 0.5, training=True), "with random numbers"),
     "noise": (lambda m, x: m.weight + torch.randn_like(m.weight), "with random numbers"),
     "random factor": (lambda m, x: m.weight * torch.rand(32, 32), "with random numbers"),
-    "length": (lambda m, x: (m.weight * 2)[: len(x)], "and in another way in another call"),
-    "picked": (lambda m, x: m.bank[len(x) % 2] * 2, "and in another way in another call"),
+    "length": (lambda m, x: (m.weight * 2)[: len(x)], "but differently in different calls"),
+    "picked": (lambda m, x: m.bank[len(x) % 2] * 2, "but differently in different calls"),
     "in place": (_emptied, "and is changed in place"),
     "data in place": (_filled, "and is changed in place"),
     "a buffer that changes": (_counted, "and gives other values when the computation is repeated"),
@@ -311,7 +311,7 @@ def test_a_choice_at_run_time_that_calibration_did_not_see_is_an_error() -> None
 
 def test_a_computed_weight_with_nan_is_an_error() -> None:
     model = Weighted(lambda m, x: (m.weight * 0) / m.gain.sub(1)).eval()
-    with pytest.raises(CalibrationError, match=r"computed from weight, gain, .* has NaN"):
+    with pytest.raises(CalibrationError, match=r"computed from weight, gain, .* contains NaN"):
         make_calibrated(model, [X])
 
 

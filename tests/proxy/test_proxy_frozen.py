@@ -286,12 +286,15 @@ def test_loading_puts_back_what_a_kill_left_aside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "quantizer.yaml").unlink(), "no folder that Quantizer.save.. wrote.*yaml is missing"),
+        (lambda folder: (folder / "quantizer.yaml").unlink(), "is not a folder of Quantizer.save...*yaml is missing"),
         (lambda folder: (folder / "ranges.safetensors").unlink(), "ranges.safetensors is missing|No such file"),
         (lambda folder: (folder / "ranges.safetensors").write_bytes(b"x" * 20), "cannot be read"),
         (lambda folder: (folder / "quantizer.yaml").write_text("a: [1"), "cannot be read"),
-        (lambda folder: (folder / "quantizer.yaml").write_text("- 1"), "format None; this version reads format 1"),
-        (lambda folder: (folder / "quantizer.yaml").write_text("format: 99"), "format 99; this version reads format 1"),
+        (lambda folder: (folder / "quantizer.yaml").write_text("- 1"), "format None, but this version reads format 1"),
+        (
+            lambda folder: (folder / "quantizer.yaml").write_text("format: 99"),
+            "format 99, but this version reads format 1",
+        ),
         (lambda folder: (folder / "quantizer.yaml").write_text("format: 1"), "damaged"),
         (lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: 5"), "damaged"),
         (

@@ -168,7 +168,7 @@ def test_a_training_that_ends_below_ptq(
     said = run(10.0)
     for step in (4, 8):
         assert re.search(
-            rf"{name} is \S+ after {step} steps, and was \S+ before the first: .* lower the .* \(10\)", said
+            rf"{name} is \S+ after {step} steps, but was \S+ before the first: .* lower the .* \(10\)", said
         )
 
 
@@ -182,9 +182,9 @@ def test_what_ptq_scored_outlasts_a_resume(model: nn.Module, tmp_path: Path, cap
     resumed = trainers.trainer(trainers.calibrated(again).qat(again), tmp_path, **options)
     with caplog.at_level(logging.WARNING, logger="quantizer"):
         resumed.train(resume_from_checkpoint=True)
-    assert re.search(r"after 6 steps, and was 1\.\d+ before the first", caplog.text)
+    assert re.search(r"after 6 steps, but was 1\.\d+ before the first", caplog.text)
 
 
 def test_it_is_for_proxies(model: nn.Module, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"the Trainer has a BertForSequenceClassification: give .* qat\(model\)"):
+    with pytest.raises(TrainingError, match=r"the Trainer has a BertForSequenceClassification; pass .* qat\(model\)"):
         trainers.trainer(model, tmp_path).train()

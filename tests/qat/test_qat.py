@@ -170,7 +170,7 @@ def test_without_calibration_the_first_batches_give_the_ranges(caplog: pytest.Lo
     first, other = Quantizer(preset="plain", backend="openvino"), Quantizer(preset="plain", backend="openvino")
     with caplog.at_level(logging.WARNING, logger="quantizer"):
         proxy = first.qat(model)
-    assert "nothing was calibrated, so ranges come from the first 8 batches" in caplog.text
+    assert "nothing was calibrated, so the first 8 batches determine the ranges" in caplog.text
     batches = [data(seed) for seed in range(8)]
     for batch in batches:
         proxy(batch)

@@ -183,10 +183,10 @@ def test_a_search_as_a_table_and_a_picture(tmp_path: Path) -> None:
 
 def test_without_a_search_there_is_no_front() -> None:
     quantizer, amp, _ = _measured()
-    with pytest.raises(SensitivityError, match=r"no scores of a search: nothing falls back; fallback\(amp, max_drop="):
+    with pytest.raises(SensitivityError, match=r"no search was run: nothing falls back; call fallback\(amp, max_drop="):
         quantizer.sensitivity.pareto()
     quantizer.fallback(amp, num=1)
-    with pytest.raises(SensitivityError, match=r"no scores of a search: fallback\(num=1\) takes none"):
+    with pytest.raises(SensitivityError, match=r"no search was run: fallback\(num=1\) does not search"):
         _ = quantizer.sensitivity.search
 
 

@@ -101,7 +101,7 @@ def test_of_a_folder(model: nn.Module, backend: str, tmp_path: Path) -> None:
 def test_of_a_folder_ranges_that_need_batches_are_refused(model: nn.Module, tmp_path: Path) -> None:
     _calibrated("tensorrt", model, activations={"calibrator": "auto"}).save(tmp_path / "saved")
     other = Quantizer.load(tmp_path / "saved").for_backend("openvino")
-    with pytest.raises(CalibrationError, match=r"a folder keeps none: call for_backend\(\) before save\(\)"):
+    with pytest.raises(CalibrationError, match=r"a saved folder has none; call for_backend\(\) before save\(\)"):
         other.quantize(model)
     other.calibrate(model, BATCHES[:1], resume=True)
     assert other.coverage.quantized
