@@ -159,8 +159,8 @@ def _cost(group: str, latency_fallback: LatencyFallback | None) -> str:
     cost = times[0].float_us - times[0].low_us
     if cost <= 0:
         # Groups that are faster in float by more than noise are already in float.
-        return ", measured latency cost within noise"
-    return f", measured latency cost {cost:.0f} us per batch"
+        return ", latency cost within noise"
+    return f", latency cost {cost:.0f} us per batch"
 
 
 def print_summary(folder: Path | str, console: Console) -> None:
@@ -178,6 +178,8 @@ def print_record(record: RunRecord, folder: Path | str | None, console: Console)
     ):
         print_lines(latency_fallback_lines(record.latency_fallback), console, first="")
     _print_verdict(record, console)
+    heading = record.name if record.latency is None else f"{record.name}; speed relative to {record.latency.reference}"
+    print_lines([heading], console, first="")
     console.print(_table(record))
     if noise := noise_sentence(record.latency):
         print_lines([noise], console, first="")
@@ -243,9 +245,8 @@ def _print_paths(record: RunRecord, folder: Path, console: Console) -> None:
 
 def _table(record: RunRecord) -> RichTable:
     """Return score (or worst output), speed and size of each form of the model."""
-    heading = record.name if record.latency is None else f"{record.name}; speed relative to {record.latency.reference}"
     # Without empty lines around it, so that the result fits ten lines or so of a terminal.
-    table = RichTable(title=Text(heading), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = RichTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     scores = {entry.form: entry for entry in record.scores}
     titles = (record.scores[0].metric, "difference", "95% interval") if scores else ("SQNR", "cosine")
     for title in ("", *titles, "speed", "size"):
