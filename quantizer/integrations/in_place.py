@@ -1,4 +1,4 @@
-"""``QATCalibrate``: in-place quantization of models that are built inside a ``with`` block."""
+"""``QATCalibrate``: in-place quantization of models built inside a ``with`` block."""
 
 from __future__ import annotations
 

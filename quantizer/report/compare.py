@@ -55,12 +55,12 @@ def read_resamples(folder: Path) -> Resamples | None:
     """Return the resampled scores in the folder of a run; None without a file."""
     path = folder / RESAMPLES
     try:
-        found: Resamples = decoded(Resamples, json_values(regular_file(path).read_bytes()), "the file")
+        resamples: Resamples = decoded(Resamples, json_values(regular_file(path).read_bytes()), "the file")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise QuantizerError(f"{path} cannot be read ({error}); delete it to compare without intervals") from error
-    return found
+    return resamples
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -294,14 +294,14 @@ def compare(runs: Sequence[ComparedRun]) -> Comparison:
     scored = [run for run in runs if run.score is not None]
     alike = [run for run in scored if not _not_comparable(scored[0], run)]
     best = _best(alike)
-    others = [] if best is None else [run for run in scored if run is not best]
+    rivals = [] if best is None else [run for run in scored if run is not best]
     timed = [run for run in alike if run.latency is not None]
     timed = [run for run in timed if run.timed_on == timed[0].timed_on]
     return Comparison(
         runs=tuple(runs),
         differing=_differing(runs),
         best=best,
-        to_best={} if best is None else {run.name: pair(best, run) for run in others},
+        to_best={} if best is None else {run.name: pair(best, run) for run in rivals},
         pairs=tuple(pair(first, second) for first, second in combinations(scored, 2)),
         pareto_optimal=frozenset(run.name for run in timed if not any(_beats(other, run) for other in timed)),
         timed=frozenset(run.name for run in timed),
@@ -317,14 +317,14 @@ def pair(first: ComparedRun, second: ComparedRun) -> Pair:
     assert first.score is not None
     assert second.score is not None
     difference = second.score.value - first.score.value
-    one, other = first.resampled, second.resampled
-    if not one or not other:
+    first_scores, second_scores = first.resampled, second.resampled
+    if not first_scores or not second_scores:
         without = " and ".join(run.name for run in (first, second) if not run.resampled)
         lacking = "scored by a function" if first.by_function else f"no resamples.json in {without}"
         return Pair(first=first.name, second=second.name, difference=difference, why=f"no interval: {lacking}")
     # Runs draw the same resamples in the same order.
-    length = min(len(one), len(other))
-    interval = paired_interval(np.array(one[:length]), np.array(other[:length]))
+    length = min(len(first_scores), len(second_scores))
+    interval = paired_interval(np.array(first_scores[:length]), np.array(second_scores[:length]))
     return Pair(first=first.name, second=second.name, difference=difference, interval=interval)
 
 
@@ -352,14 +352,14 @@ def _other_function(first: ComparedRun, second: ComparedRun) -> str:
 
     If the float models of both runs have the same score, the function and its samples are assumed to be the same.
     """
-    one, other = first.float_score, second.float_score
-    if first.by_function != second.by_function or one is None or other is None:
+    first_float, second_float = first.float_score, second.float_score
+    if first.by_function != second.by_function or first_float is None or second_float is None:
         return "not compared: their evaluation samples are not recorded"
     if _model(first) != _model(second):
         return "not compared: a function scored different models, on unknown samples"
-    if one.value == other.value:
+    if first_float.value == second_float.value:
         return ""
-    values = f"{text.score(one.value)} and {text.score(other.value)}"
+    values = f"{text.score(first_float.value)} and {text.score(second_float.value)}"
     return f"not compared: the float models score {values}, because samples or weights differ"
 
 
@@ -399,8 +399,8 @@ def _beats(other: ComparedRun, run: ComparedRun) -> bool:
 
 def _differing(runs: Sequence[ComparedRun]) -> dict[str, dict[str, Any]]:
     keys = dict.fromkeys(key for run in runs for key in run.settings)
-    found = {key: {run.name: run.settings.get(key) for run in runs} for key in keys}
-    return {key: values for key, values in found.items() if any(v != values[runs[0].name] for v in values.values())}
+    values_of = {key: {run.name: run.settings.get(key) for run in runs} for key in keys}
+    return {key: values for key, values in values_of.items() if any(v != values[runs[0].name] for v in values.values())}
 
 
 def _notes(runs: Sequence[ComparedRun], scored: Sequence[ComparedRun], timed: Sequence[ComparedRun]) -> list[str]:
@@ -438,11 +438,11 @@ def _score_notes(scored: Sequence[ComparedRun]) -> list[str]:
     """Return notes on incomparable scores, assumptions, and missing intervals."""
     notes = []
     reasons = {run.name: _not_comparable(scored[0], run) for run in scored}
-    others: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for name, why in reasons.items():
         if why:
-            others.setdefault(why.removeprefix("not compared: "), []).append(name)
-    for why, names in others.items():
+            names_by_reason.setdefault(why.removeprefix("not compared: "), []).append(name)
+    for why, names in names_by_reason.items():
         notes.append(f"not compared with {scored[0].name}, and not in the chart: {', '.join(names)}; {why}")
     alike = [run for run in scored if run.by_function and _function(run) is None and not reasons[run.name]]
     if len(alike) > 1:

@@ -114,12 +114,12 @@ def _nearest(comparison: Comparison) -> str:
 
 def _best(comparison: Comparison, best: ComparedRun) -> str:
     assert best.score is not None
-    others = len(comparison.to_best)
-    noise = sum(one.within_noise for one in comparison.to_best.values())
+    count = len(comparison.to_best)
+    noise = sum(pair.within_noise for pair in comparison.to_best.values())
     words = f"The best score is {text.score(best.score.value)}, of {best.name}."
-    if others and noise:
+    if count and noise:
         verb = "is" if noise == 1 else "are"
-        words += f" {noise} of the {text.counted(others, 'other run')} {verb} within noise of it."
+        words += f" {noise} of the {text.counted(count, 'other run')} {verb} within noise of it."
     timed = [run for run in comparison.runs if run.name in comparison.timed and run.latency is not None]
     if timed:
         fastest = min(timed, key=lambda run: run.latency.median_ms if run.latency is not None else 0.0)
@@ -347,10 +347,10 @@ def _table(comparison: Comparison) -> RichTable:
 def _lines(comparison: Comparison, width: int) -> list[str]:
     """Return one line per run; names are shortened to fit, since the page has them in full."""
     words = {run.name: _words(run, comparison) for run in in_order(comparison)}
-    wide = [name for name, said in words.items() if _NUMBER + len(name) + len(said) > width]
+    wide = [name for name, remark in words.items() if _NUMBER + len(name) + len(remark) > width]
     room = width - _NUMBER - max((len(words[name]) for name in wide), default=0)
     names = {name: name for name in words} | short_names(wide, max(room, _LEAST_NAME))
-    return [f"{number:>3}  {names[name]}{said}" for number, (name, said) in enumerate(words.items(), start=1)]
+    return [f"{number:>3}  {names[name]}{remark}" for number, (name, remark) in enumerate(words.items(), start=1)]
 
 
 def _words(run: ComparedRun, comparison: Comparison) -> str:

@@ -270,8 +270,8 @@ def _fitted(table: Table, limit: int | None, layout: str) -> str:
     here = shutil.get_terminal_size((_WIDTH, 0)).columns if sys.stdout.isatty() else _WIDTH
     layouts = {"grouped": _grouped, "shortened": _shortened}
     fit = layouts.get(layout) or (lambda *given: _plain(*given, tight=layout == "tight"))
-    if here < _WIDTH and (found := fit(table, limit, here)) is not None:
-        return found
+    if here < _WIDTH and (fitted := fit(table, limit, here)) is not None:
+        return fitted
     return fit(table, limit, _WIDTH) or ""
 
 
@@ -302,9 +302,9 @@ def _with_broken_names(column: Column, room: int) -> Column:
 def _shortened(table: Table, limit: int | None, width: int) -> str | None:
     """Return a table whose names are shortened to the remaining width; only wide text is wrapped."""
     names = [table.columns[0].value(row) for row in table.rows[:limit]]
-    whole = _bare(table, limit)
-    _break_titles(whole)
-    widths = [max(_width(column), 1) for column in whole.columns]
+    unshortened = _bare(table, limit)
+    _break_titles(unshortened)
+    widths = [max(_width(column), 1) for column in unshortened.columns]
     room = max(width - sum(min(wide, _TEXT_WIDTH) + _GAP for wide in widths[1:]), _LEAST_NAMES)
     first = replace(table.columns[0], take=lambda row: shorten(table.columns[0].value(row), room))
     shown = _bare(replace(table, columns=[first, *table.columns[1:]]), limit)
@@ -312,20 +312,20 @@ def _shortened(table: Table, limit: int | None, width: int) -> str | None:
     for column, wide in zip(shown.columns, [0, *widths[1:]], strict=True):
         column.no_wrap = wide <= _TEXT_WIDTH
     # Text is wrapped before names are shortened further, so that names stay distinct.
-    shown.columns[0].min_width = max((len(shorten(one, room)) for one in names), default=0)
+    shown.columns[0].min_width = max((len(shorten(name, room)) for name in names), default=0)
     shown.title = Text(table.title)
     lines = _lines(shown, width)
-    is_whole = all(any(line.startswith(one) for line in lines) for one in names)
+    is_whole = all(any(line.startswith(name) for line in lines) for name in names)
     return "\n".join(lines) if width == _WIDTH or is_whole else None
 
 
 def _grouped(table: Table, limit: int | None, width: int) -> str | None:
-    rest = _bare(replace(table, columns=table.columns[1:]), limit)
-    for column in rest.columns:
+    other_columns = _bare(replace(table, columns=table.columns[1:]), limit)
+    for column in other_columns.columns:
         column.no_wrap = True  # the loop below relies on one line per row
-    if width < _WIDTH and len(_lines(rest, _WIDTH)[1]) + _GAP > width:
+    if width < _WIDTH and len(_lines(other_columns, _WIDTH)[1]) + _GAP > width:
         return None
-    heading, rule, *lines = _lines(rest, width)
+    heading, rule, *lines = _lines(other_columns, width)
     parts = [table.title, f"  {heading}", rule[:1] * 2 + rule]
     above = None
     for group, line in zip_longest([table.columns[0].value(row) for row in table.rows[:limit]], lines):

@@ -255,7 +255,7 @@ def _header(record: RunRecord) -> dict[str, Any]:
         "choice_table": _table(choice_table(record.choice, page=True) if record.choice else None),
         "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
         "choice_missing": missing_lines(record.choice) if record.choice else [],
-        "slower": [one for one in record.latency_fallback.groups if one.slower_reason]
+        "slower": [group for group in record.latency_fallback.groups if group.slower_reason]
         if record.latency_fallback
         else [],
         "from_python": is_from_python(record),
@@ -272,8 +272,8 @@ def _header(record: RunRecord) -> dict[str, Any]:
 def _judgement(record: RunRecord) -> tuple[str, str, str, list[str]]:
     """Return the CSS class and level of the verdict, its reason, and the other findings."""
     judged = verdict_of(record)
-    reason, *others = map(text.typeset, judged.reasons)
-    return judged.level.replace(" ", "-"), judged.level, reason, others
+    reason, *findings = map(text.typeset, judged.reasons)
+    return judged.level.replace(" ", "-"), judged.level, reason, findings
 
 
 def _by_output(record: RunRecord) -> bool:
@@ -285,7 +285,7 @@ def _by_output(record: RunRecord) -> bool:
 def _sites(record: RunRecord) -> dict[str, Any]:
     """Return the variables of the sections on layers and coverage."""
     layers, groups = tables_of_layers(record)
-    ran, never = ([site for site in record.coverage if site.ran is wanted] for wanted in (True, False))
+    ran, never = ([site for site in record.coverage if site.ran is has_run] for has_run in (True, False))
     return {
         "coverage_by_kind": _table(kinds_table(record.coverage)),
         "coverage_by_reason": _table(reasons_table(record.coverage)),

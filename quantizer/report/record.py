@@ -315,7 +315,7 @@ def is_no_further(engine: float | None, pytorch: Sequence[float | None], decibel
         pytorch: SQNRs in dB of PyTorch's outputs; None: no difference.
         decibels: the tolerance in dB.
     """
-    known = [one for one in pytorch if one is not None]
+    known = [sqnr for sqnr in pytorch if sqnr is not None]
     return engine is None or (bool(known) and engine >= min(known) - decibels)
 
 
@@ -565,8 +565,8 @@ def pair(entries: Sequence[Entry]) -> tuple[Entry, Entry] | None:
     The reference is named ``float``, or is the first; the headline entry is named ``engine``, or is the last.
     """
     reference = next((entry for entry in entries if entry.name == "float"), next(iter(entries), None))
-    others = [entry for entry in reversed(entries) if entry is not reference]
-    headline = next((entry for entry in entries if entry.name == "engine"), next(iter(others), None))
+    candidates = [entry for entry in reversed(entries) if entry is not reference]
+    headline = next((entry for entry in entries if entry.name == "engine"), next(iter(candidates), None))
     return None if reference is None or headline is None else (headline, reference)
 
 

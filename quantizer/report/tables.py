@@ -295,7 +295,7 @@ def kinds_table(sites: Iterable[Site]) -> Table:
     """Return sites, quantized sites and the share of multiply-adds by kind, without sites that never ran."""
     sites = [site for site in sites if site.ran]
     groups = [
-        (kind, [site for site in sites if site.kind == kind]) for kind in dict.fromkeys(one.kind for one in sites)
+        (kind, [site for site in sites if site.kind == kind]) for kind in dict.fromkeys(site.kind for site in sites)
     ]
     columns = [
         Column("Kind", itemgetter(0)),
@@ -524,15 +524,19 @@ def choice_table(choice: EngineChoice, *, page: bool) -> Table:
 
 def latency_table(record: RunRecord) -> Table:
     """Return the median latency of all engines at all sizes, and of each graph of an encoder-decoder model."""
-    latencies = [one for one in (record.latency, *record.other_latencies) if one is not None]
-    names = list(dict.fromkeys(entry.name for one in latencies for entry in one.engines))
+    latencies = [latency for latency in (record.latency, *record.other_latencies) if latency is not None]
+    names = list(dict.fromkeys(entry.name for latency in latencies for entry in latency.engines))
 
     def of(name: str, what: str) -> Callable[[Latency], float | None]:
-        return lambda one: next((getattr(entry, what) for entry in one.engines if entry.name == name), None)
+        return lambda latency: next((getattr(entry, what) for entry in latency.engines if entry.name == name), None)
 
     columns = [
-        *([Column("graph", lambda one: one.graph or "whole model")] if any(one.graph for one in latencies) else []),
-        Column("batch", lambda one: text.shape(one.batch, one.sequence)),
+        *(
+            [Column("graph", lambda latency: latency.graph or "whole model")]
+            if any(latency.graph for latency in latencies)
+            else []
+        ),
+        Column("batch", lambda latency: text.shape(latency.batch, latency.sequence)),
         *(numbers(f"{name}, ms", of(name, "median_ms"), "{:.2f}".format) for name in names),
         numbers("speed-up", of("engine", "ratio_to_float"), text.times),
     ]
@@ -550,6 +554,8 @@ def facts_table(left: str, right: str, values: Any) -> Table:
 
 def stages_table(stages: Sequence[Stage]) -> Table:
     """Return the time of each stage, and their sum."""
-    rows = [(f"{one.name} (part of: {one.parent})" if one.parent else one.name, one.seconds) for one in stages]
-    rows += [("total", sum(one.seconds for one in stages if one.parent is None))] if stages else []
+    rows = [
+        (f"{stage.name} (part of: {stage.parent})" if stage.parent else stage.name, stage.seconds) for stage in stages
+    ]
+    rows += [("total", sum(stage.seconds for stage in stages if stage.parent is None))] if stages else []
     return Table("Stages", [Column("Stage", itemgetter(0)), Column("Time", itemgetter(1), text.seconds)], rows)

@@ -81,8 +81,8 @@ def seconds(value: float) -> str:
     """Return a time with its unit: ``0.42 s``, ``12.3 s`` or ``2 min 05 s``."""
     if value < 100:
         return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest:02d} s"
+    minutes, remainder = divmod(round(value), 60)
+    return f"{minutes} min {remainder:02d} s"
 
 
 def file_size(size_bytes: float) -> str:
@@ -154,8 +154,8 @@ def drop(value: float) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """Return the first three names, each of at most 40 characters, and the number of others."""
-    rest = len(names) - 3
-    return ", ".join(shorten(name, 40) for name in names[:3]) + (f" and {rest} more" if rest > 0 else "")
+    hidden = len(names) - 3
+    return ", ".join(shorten(name, 40) for name in names[:3]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def shorten(name: str, length: int) -> str:

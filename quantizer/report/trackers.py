@@ -54,7 +54,7 @@ def metrics_of(record: RunRecord) -> dict[str, float]:
     for memory in record.memory:
         metrics[f"memory_mib.{memory.name}"] = memory.peak_mib
     for name in dict.fromkeys(output.output for output in record.outputs):
-        output = worst_output([one for one in record.outputs if one.output == name])
+        output = worst_output([distance for distance in record.outputs if distance.output == name])
         assert output is not None
         metrics[f"sqnr_db.{name}"] = output.sqnr_db
         metrics[f"cosine.{name}"] = output.cosine

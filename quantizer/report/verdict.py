@@ -96,8 +96,8 @@ def _accuracy(record: RunRecord) -> tuple[str, str]:
     if worst.sqnr_db is None:
         return USABLE, "the outputs equal those of the float model"
     level = USABLE if worst.sqnr_db >= _DB else LOOK if worst.sqnr_db >= _FEW_DB else NOT
-    name = f"output {worst.output}" if len({one.output for one in record.outputs}) > 1 else "output"
-    where = f" at {_size(worst)}" if len({(one.batch, one.sequence) for one in record.outputs}) > 1 else ""
+    name = f"output {worst.output}" if len({output.output for output in record.outputs}) > 1 else "output"
+    where = f" at {_size(worst)}" if len({(output.batch, output.sequence) for output in record.outputs}) > 1 else ""
     advice = "" if level == USABLE else "; evaluate a score on labelled samples"
     return level, f"SQNR of the {name}{where} {decibels(worst.sqnr_db)} dB, cosine {worst.cosine:.4f}{advice}"
 
@@ -131,14 +131,14 @@ def _engine(record: RunRecord) -> list[tuple[str, str]]:
         return []
     if record.latency is None and record.engine_refused is None:
         return [(LOOK, "the engine was built but cannot run on this machine")]
-    apart = [one for one in record.outputs if not one.is_alike]
+    different = [output for output in record.outputs if not output.is_alike]
     reasons = [_lack(record)] if _lacks_precision(record) else []
     if record.engine_refused is not None:
         reasons.append((NOT, f"the engine was refused and deleted: {record.engine_refused}"))
-    elif apart:
-        worst = min(apart, key=lambda one: one.engine_to_proxy_db or 0.0)
-        several = len({(one.batch, one.sequence) for one in record.outputs}) > 1
-        where = f" at {_size(worst)}" if several else ""
+    elif different:
+        worst = min(different, key=lambda output: output.engine_to_proxy_db or 0.0)
+        several_sizes = len({(output.batch, output.sequence) for output in record.outputs}) > 1
+        where = f" at {_size(worst)}" if several_sizes else ""
         wrong = (worst.engine_to_proxy_db or 0.0) < _FEW_DB
         reason = (
             f"SQNR of the engine's output {worst.output}{where} against the quantized model in PyTorch is "
@@ -146,7 +146,7 @@ def _engine(record: RunRecord) -> list[tuple[str, str]]:
         )
         reasons.append((NOT if wrong else LOOK, reason))
     if _float_is_wrong(record):
-        both_wrong = bool(apart) or record.engine_refused is not None
+        both_wrong = bool(different) or record.engine_refused is not None
         action = "do not deploy it" if record.float_engine_refused is None else "it was deleted"
         action = "no engine of this backend is correct; use another backend" if both_wrong else action
         sqnr = decibels(record.float_engine_db or 0.0)

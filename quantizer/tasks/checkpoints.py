@@ -34,15 +34,15 @@ def read_by(config: Any) -> tuple[str, ...]:
     """Return the kinds of inputs of a model: "text", "image", "audio" or several."""
     heads = {reads: _has_head(config.model_type, reads) for reads in ("text", "image", "audio")}
     # vocab_size may also count the visual tokens of an image model, or the letters of a speech model.
-    others = tuple(reads for reads in ("image", "audio") if heads[reads])
-    text = (heads["text"] or not others) and getattr(config, "vocab_size", None) is not None
-    return (("text",) if text else ()) + others
+    media = tuple(reads for reads in ("image", "audio") if heads[reads])
+    text = (heads["text"] or not media) and getattr(config, "vocab_size", None) is not None
+    return (("text",) if text else ()) + media
 
 
 def _has_head(model_type: str, reads: str) -> bool:
     """Return whether transformers has a class of this model type for a task on texts, images or recordings."""
     classes = {tasks[name].auto_class for name in tasks if tasks[name].reads == reads}
-    return any(_architectures(one, model_type) for one in classes - {"AutoModel"})
+    return any(_architectures(auto_class, model_type) for auto_class in classes - {"AutoModel"})
 
 
 def task_of(architecture: str | None, model_type: str, reads: Sequence[str]) -> str | None:
@@ -133,9 +133,9 @@ def require_reachable(where: Path | str) -> None:
 
 def _near_folder(source: str) -> str:
     """Return a hint if a folder has nearly the same name as the start of a path, else ""."""
-    first, *rest = source.split("/")
+    first, *below = source.split("/")
     folders = [entry.name for entry in os.scandir() if entry.is_dir()]
-    paths = ["/".join([".", name, *rest]) for name in difflib.get_close_matches(first, folders)]
+    paths = ["/".join([".", name, *below]) for name in difflib.get_close_matches(first, folders)]
     return next((f" (there is {path!r})" for path in paths if is_folder(Path(path))), "")
 
 

@@ -94,8 +94,12 @@ class DepthEstimation(CountedTask):
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         """Return the summed absolute difference to the float model's distances, relative to their sum."""
-        right, found = float_predictions.decisions, other.decisions
-        return {"relative_change": float(np.abs(found - right).sum() / max(np.abs(right).sum(), np.finfo(float).tiny))}
+        reference, distances = float_predictions.decisions, other.decisions
+        return {
+            "relative_change": float(
+                np.abs(distances - reference).sum() / max(np.abs(reference).sum(), np.finfo(float).tiny)
+            )
+        }
 
 
 def _measured(example: Depths) -> npt.NDArray[np.float64]:

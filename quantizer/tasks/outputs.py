@@ -173,8 +173,8 @@ def per_token(output: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
 
 def is_token(outputs: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
     """Return a mask [N x S] of the tokens in outputs [N x S x ...], whose padding is NaN."""
-    found = ~np.isnan(outputs)
-    return np.asarray(found.reshape(*found.shape[:2], -1).all(axis=-1))
+    numbers = ~np.isnan(outputs)
+    return np.asarray(numbers.reshape(*numbers.shape[:2], -1).all(axis=-1))
 
 
 def whole_numbers(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:

@@ -73,7 +73,7 @@ class TensorQuantizer(OperandQuantizer):
 
     @property
     def amax(self) -> Tensor | None:
-        """The loaded range [] or [C]; None before one is loaded."""
+        """The range [] or [C]; None before ``load_calib_amax``."""
         return None if self.scale is None else self.scale * INT8.qmax
 
     def forward(self, x: Tensor) -> Tensor:

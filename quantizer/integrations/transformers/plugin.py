@@ -251,7 +251,7 @@ class TransformersQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True for a float model; a quantized one has no trainable weights."""
+        """Whether the model is float; quantized models have no trainable weights."""
         return not self.frozen
 
 

@@ -227,18 +227,18 @@ def histogram_svg(histogram: Histogram) -> str:
 def _bars(histogram: Histogram, cut: float) -> str:
     """Return one path for the bars within the range and one for those beyond it, in units of bins."""
     largest = math.log1p(max(histogram.counts))
-    kept: list[str] = []
-    clipped: list[str] = []
+    within: list[str] = []
+    beyond: list[str] = []
     for place, count in enumerate(histogram.counts):
         height = _HEIGHT * math.log1p(count) / largest
         bar = f"M{place} {_HEIGHT}v{-height:.1f}h1v{height:.1f}z"
         if count:
             # No range clips zeros, which are in the first bin.
-            (clipped if place and place * histogram.width >= cut else kept).append(bar)
+            (beyond if place and place * histogram.width >= cut else within).append(bar)
     return (
         f'<svg width="100%" height="{_HEIGHT}" viewBox="0 0 {len(histogram.counts)} {_HEIGHT}" '
-        f'preserveAspectRatio="none"><path fill="{_KEPT}" d="{"".join(kept)}"/>'
-        f'<path fill="{_CLIPPED}" d="{"".join(clipped)}"/></svg>'
+        f'preserveAspectRatio="none"><path fill="{_KEPT}" d="{"".join(within)}"/>'
+        f'<path fill="{_CLIPPED}" d="{"".join(beyond)}"/></svg>'
     )
 
 

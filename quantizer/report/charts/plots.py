@@ -139,17 +139,17 @@ def runs_svg(
     """Return the runs, numbered, by latency and score; faster runs are further right."""
     if not points:
         return svg_note("No run has both a score and a latency.")
-    slowest, fastest = (pick(one.milliseconds for one in points) for pick in (max, min))
-    scores = [*(one.score for one in points), *floats.values()]
+    slowest, fastest = (pick(point.milliseconds for point in points) for pick in (max, min))
+    scores = [*(point.score for point in points), *floats.values()]
     low, high = min(scores), max(scores)
     axes = Axes(across=(slowest, fastest), up=(low, high), ends=(20, 92), height=220, margin=26, name_at=20)
     legend = [(dot_sign(FILLED), "Pareto-optimal"), (dot_sign(HOLLOW), "slower and worse than another run")]
     legend += [(line_sign(_DASHED), "float")] if floats else []
     inner = [axes.level(score, text.score(score), quiet_look(0.15)) for score in sorted({low, high})]
     inner += [axes.level(score, text.score(score), _DASHED) for score in sorted(set(floats.values()))]
-    front = sorted((one for one in points if one.pareto_optimal), key=lambda one: -one.milliseconds)
-    inner += axes.path([(one.milliseconds, one.score) for one in front])
-    inner += [_run(one, axes) for one in sorted(points, key=lambda one: one.pareto_optimal)]
+    front = sorted((point for point in points if point.pareto_optimal), key=lambda point: -point.milliseconds)
+    inner += axes.path([(point.milliseconds, point.score) for point in front])
+    inner += [_run(point, axes) for point in sorted(points, key=lambda point: point.pareto_optimal)]
     inner += [axes.tick(ms, text.milliseconds(ms)) for ms in sorted({slowest, fastest})]
     label = f"{metric} against latency of {counted(len(points), 'run')}, {len(front)} of them Pareto-optimal"
     up = metric if higher_is_better else f"{metric} (lower is better)"
@@ -181,7 +181,7 @@ def candidates_svg(choice: EngineChoice) -> str:
     ratios = [candidate.times_of(ran[0]) for candidate in ran]
     most = max(ratios) / min(ratios)
     speeds = [max(ratios) / ratio for ratio in ratios]
-    differences = [one.score_difference for one in ran if one.score_difference is not None]
+    differences = [candidate.score_difference for candidate in ran if candidate.score_difference is not None]
     if len(differences) == len(ran):
         name, meaning, nearness = "score difference", "Score difference to the float model", differences
         low, high = min(0.0, *differences), max(0.0, *differences)
@@ -190,7 +190,7 @@ def candidates_svg(choice: EngineChoice) -> str:
     else:
         name, meaning, low, high = "SQNR, dB", "SQNR of the outputs", 0.0, _TOP_DB
         # Outputs equal to float are at the top.
-        nearness = [_TOP_DB if one.sqnr_db is None else one.sqnr_db for one in ran]
+        nearness = [_TOP_DB if candidate.sqnr_db is None else candidate.sqnr_db for candidate in ran]
         levels = [(0.0, "0"), (20.0, "20"), (40.0, "40"), (_TOP_DB, f"{_TOP_DB:g}+")]
     axes = Axes(
         across=(1.0, most),
@@ -207,8 +207,8 @@ def candidates_svg(choice: EngineChoice) -> str:
     labels = _labels(list(zip(shares, map(axes.y, nearness), strict=True)))
     inner = [axes.level(value, shown, quiet_look(0.15)) for value, shown in levels]
     inner += [axes.tick(speed, text.times(speed)) for speed in dict.fromkeys((1.0, most))]
-    for number, one, speed, near in zip(labels, ran, speeds, nearness, strict=True):
-        inner.append(_candidate(number, one, axes.x(speed), axes.y(near), choice.shapes))
+    for number, candidate, speed, near in zip(labels, ran, speeds, nearness, strict=True):
+        inner.append(_candidate(number, candidate, axes.x(speed), axes.y(near), choice.shapes))
     where = f"at {choice.shapes[0]}" if len(choice.shapes) == 1 else "averaged over shapes"
     legend = [(dot_sign(f'fill="{colour}"', 5), kind) for kind, colour in _KINDS.items()]
     label = f"{meaning} against speed of {counted(len(ran), 'engine')}; {choice.headline}"

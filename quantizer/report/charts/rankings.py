@@ -67,12 +67,12 @@ def _bar_title(row: GroupSensitivity) -> str:
 
 def _bar_name(row: GroupSensitivity, y: float, length: int, css: str) -> str:
     """Return the group's name with its block in bold; both parts are shortened separately."""
-    rest = row.group.removeprefix(row.block)
-    if not row.block or rest == row.group:
+    tail = row.group.removeprefix(row.block)
+    if not row.block or tail == row.group:
         return svg_text(0, y, shorten(row.group, length), css)
     block = row.block if len(row.group) <= length else shorten(row.block, length // 2)
-    rest = html.escape(shorten(rest, length - len(block)))
-    return f'<text class="{css}" x="0" y="{y}"><tspan font-weight="650">{html.escape(block)}</tspan>{rest}</text>'
+    tail = html.escape(shorten(tail, length - len(block)))
+    return f'<text class="{css}" x="0" y="{y}"><tspan font-weight="650">{html.escape(block)}</tspan>{tail}</text>'
 
 
 def _lane(ranked: Sequence[GroupSensitivity], blocks: Sequence[str], top: float) -> str:
@@ -297,10 +297,10 @@ def _shares(
         return []
 
     def share(at: int, name: str) -> float | None:
-        found = [value for place, value in sums.items() if place[at] == name]
-        if not all(map(math.isfinite, found)):
+        errors = [value for place, value in sums.items() if place[at] == name]
+        if not all(map(math.isfinite, errors)):
             return None
-        return math.fsum(value for value in found if value > 0) / everything
+        return math.fsum(value for value in errors if value > 0) / everything
 
     parts = [svg_text("100%", _HEAD - 8, "share", "qz-value", "end")]
     of_blocks = [share(0, block) for block in blocks]
