@@ -38,7 +38,9 @@ def quantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Return x / s rounded to the nearest value of a format and clipped to its range.
+    """Return x / scale, rounded to the nearest value of a format and clipped to its range.
+
+    Ties are rounded to even. A zero point is added between rounding and clipping.
 
     Example::
 

@@ -135,8 +135,11 @@ class Quantizer:
 
             quantizer.calibrate(model, train_loader, samples=256)
 
-        Each batch counts completely or not at all. If a batch fails or the call is interrupted, the earlier calibration
-        stays in use. A first calibration and one with ``resume=True`` keep their complete batches and can be resumed.
+        Each batch counts completely or not at all. If a batch fails or the call is interrupted:
+
+        - An earlier calibration stays in use.
+        - A first calibration, and one with ``resume=True``, keeps its complete batches. Continue it with
+          ``resume=True``.
 
         Args:
             model: the float model.
@@ -237,12 +240,11 @@ class Quantizer:
             quantizer.fallback(proxy, num=4)  # the proxy that amp() returned
             quantizer.fallback(proxy, max_drop=0.01, metric=accuracy)
 
-        Pass one of the five. A second call replaces the first. With ``latency_costs``, groups that are slower in low
-        precision also fall back.
+        Pass exactly one of the five. With ``latency_costs``, groups that are slower in low precision fall back as well;
+        with ``amp=None`` only these do, and none of the five is needed. A second call replaces the choice of the first.
 
         Args:
-            amp: the proxy that ``amp()`` returned; None: only the groups that ``latency_costs`` shows to be slower fall
-                back.
+            amp: the proxy that ``amp()`` returned; None: ``latency_costs`` alone decides.
             num: the number of most sensitive groups that fall back.
             ratio: the share of all groups that fall back, 0 to 1.
             names: groups, or patterns of modules, sites and operands (``encoder.layer.0``, ``**.forward.add_0``).
@@ -424,11 +426,12 @@ class Quantizer:
             opset: the ONNX opset; None: the target's, or a later one if a format needs it.
             dynamic_axes: dynamic axes as input name to {axis: dimension name}; None: see below.
 
-        Without ``dynamic_axes``, an axis is dynamic in these cases:
+        Without ``dynamic_axes``, these axes are dynamic, and may have another size in each call of the engine:
 
-        - Axis 0 is ``batch``, if it has the length of the first input's axis 0.
-        - Each axis whose size varied in calibration.
-        - Axis 1 of each integer matrix [B, S] longer than 1 is ``sequence``, or ``NAME_sequence`` for another length.
+        - The first axis of each input, if it is as long as that of the first input. Its name is ``batch``.
+        - Every axis whose size varied in calibration.
+        - The second axis of each integer input [B, S], if S is above 1, as in token ids. Its name is ``sequence``. An
+          input of another length S has its own name, ``NAME_sequence``.
 
         Raises:
             ProxyError: ``quant_model`` is the proxy of ``calib()``, ``amp()`` or ``qat()``.

@@ -43,7 +43,12 @@ _LEAST = 1e-5
 
 
 def migration_factors(activation: Tensor, weight: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
-    """Return s [K] of the formula above, float32.
+    """Return the SmoothQuant factor of each channel, s [K] in float32.
+
+        s_j = max(activation_j, floor)**alpha / weight_j**(1 - alpha)
+
+    The floor is 1.5 times the median of ``activation``, and at least 1e-5 of its largest value. Weights have a floor of
+    1e-5 of the largest as well. If all activations or all weights are 0, all factors are 1.
 
     Args:
         activation: max|x_j|, [K].
@@ -67,7 +72,10 @@ def held_factors(inverse: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fit_migrations(observation: Seen, dtype: torch.dtype) -> None:
-    """Round all SmoothQuant factors for a target with another float type; ranges do not change."""
+    """Round all SmoothQuant factors such that ``dtype``, the float type of a target, represents 1 / s exactly.
+
+    The factors change in place. The ranges do not change.
+    """
     for group in observation.groups:
         if group.migration is not None:
             factors = held_factors(group.migration.factors.double().reciprocal(), dtype)

@@ -188,15 +188,22 @@ def quantize_model(
     model, and they are benchmarked in interleaved rounds at the shape of the first batch. The fastest engine is kept,
     together with the fastest float engine of its backend. The model itself does not change.
 
+    Example::
+
+        result = quantize_model(model, batches)
+        print(result.summary())
+        result.save("my-net-int8")
+
     Args:
         model: the float model; its ``forward`` must name its arguments. Or the path of a float ONNX file; see
             ``from_onnx``.
         data: calibration data, 128 or more samples as in production: a loader or another iterable of batches, with or
             without labels, a ``Dataset``, a tensor or an array, as in ``Quantizer.calibrate``. The samples of a batch
             are along axis 0.
-        score: a function that takes the model, or a module that runs an engine and is called like the model. It returns
-            a score, or one score per sample [N], always for the same samples in the same order; then the score is their
-            mean and has a confidence interval. None: only outputs are compared.
+        score: a function that evaluates a model and returns its score. It is called with the float model, the quantized
+            model and engines; all are called like ``model``. It may also return one score per sample [N], always for
+            the same samples in the same order: their mean is the score, and the report adds a confidence interval.
+            None: only outputs are compared.
         higher_is_better: whether a higher score is better.
         samples: the maximum number of samples to read; None for all, and at most 4,096 of a loader without a length.
         config: as in ``Quantizer``; the default backend is ``auto``, the fastest.
@@ -205,6 +212,10 @@ def quantize_model(
         fallback: the groups to keep in float, as the ``fallback`` section of a run: ``{"max_drop": 0.01}`` in units of
             the score, or ``names``.
         settings: fields of the configuration, such as ``backend="openvino"`` or ``exclude={"names": ["head"]}``.
+
+    Returns:
+        The chosen engine and the float engine, all measurements, the calibrated quantizer and the report. The files are
+        temporary until ``save`` writes them to a folder.
 
     Raises:
         ConfigError: a list of all problems of the configuration.

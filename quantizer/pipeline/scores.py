@@ -78,7 +78,7 @@ class FunctionScore:
 
     Attributes:
         value: the score.
-        rows: the scores of the samples [N], whose mean is the score; None if the function returns one number.
+        per_sample: the scores of the samples [N], whose mean is the score; None if the function returns one number.
     """
 
     value: float
