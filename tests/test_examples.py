@@ -205,7 +205,7 @@ def test_compared_runs_differ_in_score_and_in_ranges() -> None:
     table = _output(notebook, "runs", "text/html")
     assert all(f"calibrator={name}" in table for name in ("max", "percentile", "output"))
     assert "The best score is" in table
-    assert "speed" in _output(notebook, "runs.plot()", "text/html")
+    assert "latency" in _output(notebook, "runs.plot()", "text/html")
     layers = {line.split()[0]: line for line in _printed(notebook).splitlines() if " dB" in line}
     assert {"first", "second", "third", "head"} <= set(layers)
     assert layers["second"].count(" dB") == 2  # max keeps no histogram of it

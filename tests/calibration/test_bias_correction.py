@@ -425,7 +425,7 @@ def test_a_search_scores_what_is_frozen() -> None:
 
 def test_what_cannot_hold_it_says_so() -> None:
     q = calibrated(net_net(), activations=COARSE)
-    assert set(tripy_scales(q.plan).left.values()) == {"its bias was corrected, which these scales cannot say"}
+    assert set(tripy_scales(q.plan).left.values()) == {"its bias is corrected, which tripy scales cannot represent"}
 
 
 def test_scores_of_other_shifts_are_others() -> None:

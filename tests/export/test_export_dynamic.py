@@ -39,7 +39,7 @@ class Readers(nn.Module):
 
 def exported(folder: Path, **config: Any) -> tuple[Path, nn.Module]:
     model = Readers().eval()
-    activations = {"ranges": "dynamic", "smooth": 0.5}
+    activations = {"ranges": "dynamic", "smoothquant_alpha": 0.5}
     quantizer = Quantizer(**{"preset": "plain", "backend": "onnxruntime", "activations": activations, **config})
     quantizer.calibrate(model, [torch.randn(20, 32), torch.randn(20, 32)], progress=False)
     frozen = quantizer.quantize(model)

@@ -187,7 +187,7 @@ def test_a_tracker_gets_the_run_and_one_that_fails_does_not_end_it(
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     assert main(["run", "tiny.yaml", "report.track=wandb"]) == 0
     said = capsys.readouterr().out
-    assert "warning: wandb did not take the results (ConnectionError: nobody answers); the run is complete" in said
+    assert "warning: wandb rejected the results (ConnectionError: nobody answers); the run is complete" in said
     assert {path.name for path in (at / "done").iterdir()} == COMPLETE
 
 
@@ -282,7 +282,7 @@ def test_an_engine_that_lacks_the_precision_gets_a_verdict(
     )
     assert main(["run", "tiny.yaml", "--output", "out"]) == 0
     verdict = " ".join(capsys.readouterr().out.split())
-    assert "openvino computes 0% of the work in low precision, where" in verdict
+    assert "openvino runs 0% of the multiply-adds in low precision, although" in verdict
 
 
 # -- complete or absent --------------------------------------------------------------------------------------------
