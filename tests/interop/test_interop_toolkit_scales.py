@@ -171,8 +171,8 @@ UNMATCHED: list[tuple[str, Any, str]] = [
     ("up.weight_quantizer._amax", torch.ones(64, 2), "is per block"),
     ("up.input_quantizer._amax", torch.tensor(float("nan")), "finite and at least 0"),
     ("up.input_quantizer._amax", torch.tensor(-1.0), "finite and at least 0"),
-    ("up.input_quantizer._amax", torch.tensor(1), "a tensor of floats is needed, got torch.int64"),
-    ("up.input_quantizer._amax", 1.0, "a tensor of floats is needed, got float"),
+    ("up.input_quantizer._amax", torch.tensor(1), "expected a tensor of floats, got torch.int64"),
+    ("up.input_quantizer._amax", 1.0, "expected a tensor of floats, got float"),
 ]
 
 

@@ -441,4 +441,4 @@ def test_only_adds_that_join_branches_are_residual() -> None:
     assert rows["forward.add_3"].reason == "the add broadcasts an operand"
     assert rows["forward.add_4"].reason == "both operands of the add come from the same layer"
     assert all(row.quiet for name, row in rows.items() if name not in ("forward.add_0", "forward.add_5"))
-    assert q.coverage.title().endswith("print .all for 4 additions that join no branches")
+    assert q.coverage.title().endswith("print .all for 4 additions that are no residual adds")

@@ -308,7 +308,7 @@ def test_another_model_cannot_go_on(tmp_path: Path) -> None:
     q = _quantizer("max")
     q.calibrate(_model(), _data())
     loaded = Quantizer.load(q.save(tmp_path / "state"))
-    with pytest.raises(CalibrationError, match=r"belongs to another model: \d+ sites differ, the first is"):
+    with pytest.raises(CalibrationError, match=r"belong to another model: \d+ sites differ, the first is"):
         loaded.calib(Mlp().eval(), resume=True)
 
 

@@ -149,7 +149,7 @@ def test_what_was_put_back_stays_float() -> None:
     assert q.scales() == {}
     q.clear_fallback()
     assert q.scales()[name] == 0.5
-    with pytest.raises(ProxyError, match=r"fallback\(\) takes the proxy that amp\(\)"):
+    with pytest.raises(ProxyError, match=r"fallback\(\) expects the proxy that the last amp\(\)"):
         q.fallback(amp, num=1)  # it measured other scales
 
 

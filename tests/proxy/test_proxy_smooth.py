@@ -228,7 +228,7 @@ def test_what_others_read_in_low_precision_is_left(residual: bool, reason: str) 
 def test_the_weight_must_be_met_along_the_last_axis() -> None:
     model = Shared().eval()
     q = calibrated(model)
-    assert "not smoothed: its channels are not its last axis" in q.plan["forward.matmul_0"].reason
+    assert "not smoothed: its channels are not the last axis" in q.plan["forward.matmul_0"].reason
     planned = operand(q, "forward.addmm_0", "rhs")
     assert planned.smooth_axis == 0
     x = data(1)[0]

@@ -251,7 +251,7 @@ def test_a_frozen_model_is_not_trained() -> None:
     frozen = quantizer.quantize(model)
     assert frozen(data()).requires_grad  # in eval mode gradients pass through it, to what stands before it
     frozen.train()
-    with pytest.raises(ProxyError, match=r"this model is frozen.* train what qat\(model\) gives"):
+    with pytest.raises(ProxyError, match=r"this model is frozen.* train the proxy of qat\(model\)"):
         frozen(data())
     with torch.no_grad():
         frozen(data())

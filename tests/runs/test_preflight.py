@@ -180,7 +180,7 @@ def test_passes_are_counted_by_what_a_run_does(values: dict[str, Any], tmp_path:
     values |= {"amp": {}, "fallback": {"max_drop": 0.01, "max_evaluations": 5}}
     values["data"]["tuning"] = {"name": "text-csv", "path": str(tmp_path / "tuning.csv")}
     searched = _config(values, tmp_path)
-    assert sample_passes(searched, {**rows, "tuning": [1] * 10}) == (1 + 12) * 16 + 3 * 24 + 50  # type: ignore[arg-type]
+    assert sample_passes(searched, {**rows, "tuning": [1] * 10}) == 13 * 16 + 3 * 24 + 50  # type: ignore[arg-type]
 
 
 def test_no_estimate_without_weights(values: dict[str, Any], tmp_path: Path) -> None:

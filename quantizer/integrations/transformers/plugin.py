@@ -251,7 +251,7 @@ class TransformersQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the model is float; quantized models have no trainable weights."""
+        """Trainability: true for a float model; quantized models have no trainable weights."""
         return not self.frozen
 
 
