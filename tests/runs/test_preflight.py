@@ -196,7 +196,7 @@ def test_the_time_is_that_of_an_earlier_run_of_the_same_work(
     values: dict[str, Any], tmp_path: Path, change: dict[str, Any], known: bool
 ) -> None:
     config = _config(values, tmp_path).model_dump(mode="json")
-    stages = [{"name": "export", "seconds": 61.0}, {"name": "check", "seconds": 30.0, "inside": "export"}]
+    stages = [{"name": "export", "seconds": 61.0}, {"name": "check", "seconds": 30.0, "parent": "export"}]
     (tmp_path / "before").mkdir()
     (tmp_path / "before" / "report.json").write_text(json.dumps({"config": config, "choice": None, "stages": stages}))
     estimate = _ready(values | change, tmp_path).estimate

@@ -110,11 +110,11 @@ def test_a_search_for_causes_that_fails_costs_no_result(monkeypatch: pytest.Monk
     def fails(*_: Any) -> Any:
         raise AssertionError("no such <operand>")
 
-    monkeypatch.setattr(quantizer.Quantizer, "diagnoses", fails)
+    monkeypatch.setattr(quantizer.Quantizer, "diagnose", fails)
     with pytest.warns(UserWarning, match="the diagnosis failed; .* AssertionError: no such <operand>"):
         result = _quantize(_net(), _images())
     assert result.record.diagnosis_error == "AssertionError: no such <operand>"
-    assert "search for it failed: AssertionError: no such <operand>" in " ".join(result.summary().split())
+    assert "are unknown: AssertionError: no such <operand>" in " ".join(result.summary().split())
     assert "no such &lt;operand&gt;" in result.report(tmp_path / "r.html").read_text()
     again = quantizer.load(result.save(tmp_path / "saved"))
     torch.testing.assert_close(again(_images()[0]), result.engine(_images()[0]))
@@ -239,7 +239,7 @@ def test_saved_like_a_run(made: Any, tmp_path: Path) -> None:
     assert {"model.engine", "float.engine", "model.onnx", "float.onnx", "quantizer", "report.html"} <= {
         path.name for path in folder.iterdir()
     }
-    with pytest.raises(QuantizerError, match="exists already"):
+    with pytest.raises(QuantizerError, match="already exists"):
         made.save(folder)
     assert made.save(folder, replace=True) == folder
 
@@ -347,7 +347,7 @@ def test_a_loader_with_labels_and_no_end() -> None:
         while True:
             yield _images()[0], torch.zeros(4, dtype=torch.int64)
 
-    result = _quantize(_net(), endless(), rows=32)
+    result = _quantize(_net(), endless(), samples=32)
     assert result.record.config["data"]["calibration"]["samples"] == 32
 
 

@@ -77,9 +77,9 @@ def _a_file_as_the_scores(folder: Path) -> None:
     ("make", "message"),
     [
         (_mine_as_a_checkpoint, r"best\.safetensors is not a checkpoint of a training"),
-        (_mine_as_scores, r"out\.search holds 'scores\.json', which quantizer did not write"),
+        (_mine_as_scores, r"out\.search contains 'scores\.json', which quantizer did not write"),
         (_a_file_as_the_folder, r"checkpoints cannot be written to .*out\.training"),
-        (_a_file_as_the_scores, r"out\.search is no folder"),
+        (_a_file_as_the_scores, r"out\.search is not a folder"),
     ],
 )
 def test_what_others_put_there_is_told_before_the_work(tmp_path: Path, make: Any, message: str) -> None:

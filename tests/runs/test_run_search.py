@@ -199,7 +199,7 @@ def test_an_interrupted_search_goes_on(
             assert len(list(kept.rglob("entry.json"))) == number - 1
         search.stop, search.found = 0, None
         _run(code=1)
-        assert (f"resuming with {number - 1} scores of {kept}" in capsys.readouterr().out) is (number > 1)
+        assert (f"resuming with {number - 1} scores from {kept}" in capsys.readouterr().out) is (number > 1)
         assert search.found == whole
         # The one that was interrupted is taken twice.
         assert search.taken == needed + 1
