@@ -323,7 +323,7 @@ def test_mistakes() -> None:
         with pytest.raises(ProxyError, match=r"expected a torch\.nn\.Module, got int"):
             qat.setup_model_qat(3)  # type: ignore[arg-type]
         qat.setup_model_qat(model)
-        with pytest.raises(ProxyError, match="is being calibrated already"):
+        with pytest.raises(ProxyError, match="is already being calibrated"):
             qat.setup_model_qat(model)
         with pytest.raises(CalibrationError, match="they are when the block closes"):
             qat.coverage(model)

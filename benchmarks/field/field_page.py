@@ -274,7 +274,7 @@ def _picture(measured: Rows) -> str:
             name=title,
             milliseconds=time,
             score=score,
-            front=not any(other[2] < time and other[4] >= gained for other in spots),
+            pareto_optimal=not any(other[2] < time and other[4] >= gained for other in spots),
         )
         for number, title, time, score, gained in spots
     ]

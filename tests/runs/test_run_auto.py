@@ -116,7 +116,7 @@ def test_float_wins_and_is_named_in_the_end(
     )
     assert record.choice.deploy == "float.engine; the quantized model.engine next to it has 0.50x its speed"
     assert said.splitlines()[-1] == f"deploy  {record.choice.deploy}"
-    assert "To deploy: float.engine; the quantized" in (at / "done" / "report.html").read_text()
+    assert "Deploy float.engine; the quantized" in (at / "done" / "report.html").read_text()
     assert (at / "done" / "float.engine").exists()
     assert (at / "done" / "model.engine").exists()
 
