@@ -63,7 +63,7 @@ def _distance(self: Any, model: nn.Module) -> float:
 
 def patched(patch: Callable[[str, Any], None]) -> None:
     """Let no time of this machine decide, as which groups are slower in an engine changes from run to run."""
-    patch("quantizer.pipeline.stages.RunLatencyFallback.timed", lambda *_: None)
+    patch("quantizer.pipeline.stages.RunLatencyFallback.measured", lambda *_: None)
     patch("quantizer.pipeline.stages.measure_memory", lambda *_: ())
     patch("quantizer.pipeline.scores.TaskMetric.__call__", _distance)
 

@@ -280,7 +280,7 @@ def test_a_folder_of_others_takes_no_scores(search: Search, capsys: pytest.Captu
 
 def test_too_few_evaluations(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
     _run("fallback.max_evaluations=2", code=1)
-    assert "max_evaluations=2: bisecting" in _plain(capsys.readouterr().err)
+    assert "max_evaluations=2: expected at least" in _plain(capsys.readouterr().err)
 
 
 # As a user would do it; what is interrupted above is the same search, in the process of the tests.

@@ -92,7 +92,7 @@ def test_a_configuration_for_openvino(tmp_path: Path, precision: str | None) -> 
     assert config["instance_group"] == [{"count": [1], "kind": ["KIND_CPU"]}]
     latency = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": "2"}
     assert parameters(text) == latency | ({"HINT_BF16": "YES"} if precision == "bfloat16" else {})
-    assert ("# BF16 it takes bfloat16." in text) is (precision != "bfloat16")
+    assert ("# with BF16 it uses bfloat16." in text) is (precision != "bfloat16")
 
 
 def test_a_configuration_for_tensorrt(tmp_path: Path) -> None:
