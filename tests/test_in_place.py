@@ -325,7 +325,7 @@ def test_mistakes() -> None:
         qat.setup_model_qat(model)
         with pytest.raises(ProxyError, match="is already being calibrated"):
             qat.setup_model_qat(model)
-        with pytest.raises(CalibrationError, match="they are when the block closes"):
+        with pytest.raises(CalibrationError, match="this model has no ranges: call setup_model_qat"):
             qat.coverage(model)
         model(**BATCH)
     with pytest.raises(CalibrationError, match="no data went through the BertForSequenceClassification"), qat:
