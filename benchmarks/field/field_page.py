@@ -10,11 +10,11 @@ from typing import Any
 
 from quantizer.report.charts.plots import RunPoint, runs_svg
 
-__all__ = ["write_pages"]
+__all__ = ["OURS", "REFERENCE", "write_pages"]
 
 Rows = Sequence[dict[str, Any]]
 
-_OURS, _REFERENCE = "auto", "onnxruntime-float32"
+OURS, REFERENCE = "auto", "onnxruntime-float32"
 """The tool that is compared with the others, and the one beside which all latencies are measured."""
 _BATCHES, _PICTURED = ("1", "8", "32"), "8"
 _SLOWEST = 0.2
@@ -94,7 +94,7 @@ def _measured_models(rows: Rows) -> list[str]:
 def _fastest(slug: str, rows: Rows) -> Iterator[str]:
     """Whether ours is the fastest at each size of a batch among those that are as accurate, and who else is."""
     yield f"## {_machine(rows)}\n"
-    models = [row["model"] for row in rows if row["tool"] == _OURS and "failed" not in row]
+    models = [row["model"] for row in rows if row["tool"] == OURS and "failed" not in row]
     if not models:
         yield f"Ours is not measured here yet: [figures of others]({slug}.md).\n"
         return
@@ -107,7 +107,7 @@ def _fastest(slug: str, rows: Rows) -> Iterator[str]:
             faster = list(_faster(measured, batch))
             cells, best = cells + 1, best + (not faster)
             shown.append(", ".join(faster) or "**ours**")
-        yield f"| {measured[_OURS]['title']} | " + " | ".join(shown) + " |"
+        yield f"| {measured[OURS]['title']} | " + " | ".join(shown) + " |"
     yield f"\nOurs is the fastest at an equal or better score in {best} of {cells} cells: [all figures]({slug}.md).\n"
 
 
@@ -133,7 +133,7 @@ def _found_again(machines: Iterable[Rows]) -> Iterator[str]:
 
 
 def _faster(measured: dict[str, dict[str, Any]], batch: str) -> Iterator[str]:
-    ours = measured[_OURS]
+    ours = measured[OURS]
     for row in measured.values():
         if row["ours"] or row["gained"] < ours["gained"]:
             continue
@@ -256,7 +256,7 @@ def _latency(taken: dict[str, float]) -> str:
 
 def _picture(measured: Rows) -> str:
     """Score against time at one batch size; times are those of the reference divided by the speed-ups."""
-    reference = next(row for row in measured if row["tool"] == _REFERENCE)
+    reference = next(row for row in measured if row["tool"] == REFERENCE)
     base = reference["latency"][_PICTURED]["ms"]
     # One that loses as much as all of float's score would leave no room for the others, nor would one that takes ages.
     far = [row["name"] for row in measured if -row["gained"] > abs(reference["score"])]

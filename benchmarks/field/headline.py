@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from field_page import OURS, REFERENCE
 from kept_rows import kept_rows
 
 __all__ = ["MACHINE", "marked", "speed_svg", "summary", "table", "write_headline"]
@@ -25,9 +26,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 MACHINE = "amd-epyc-avx512-bf16"
 """The kind of machine that is shown, as its file of rows is called."""
 _BATCH = "8"
-_OURS = "auto"
 _TOOLS = {
-    _OURS: ("quantizer", "#2f7fd6"),
+    OURS: ("quantizer", "#2f7fd6"),
     "nncf": ("NNCF, OpenVINO", "#c26a12"),
     "quantize-dynamic": ("ONNX Runtime, dynamic", "#1f8f6a"),
     "quantize-static": ("ONNX Runtime, static", "#a35bd0"),
@@ -92,14 +92,14 @@ def _measured(rows: Sequence[Row]) -> dict[str, Model]:
     for row in rows:
         if row["model"] in found and "failed" not in row:
             found[row["model"]][row["tool"]] = row
-    return {name: tools for name, tools in found.items() if _OURS in tools}
+    return {name: tools for name, tools in found.items() if OURS in tools and REFERENCE in tools}
 
 
 def summary(models: Mapping[str, Model]) -> str:
     """Return the headline: the mean speed-ups, and on how many models the score is near that of the float model."""
-    ours, nncf = (_mean(models, tool) for tool in (_OURS, "nncf"))
-    close, nncf_close = (_close(models, tool) for tool in (_OURS, "nncf"))
-    cpu = next(iter(models.values()))[_OURS]["machine"]["cpu"]
+    ours, nncf = (_mean(models, tool) for tool in (OURS, "nncf"))
+    close, nncf_close = (_close(models, tool) for tool in (OURS, "nncf"))
+    cpu = next(iter(models.values()))[OURS]["machine"]["cpu"]
     return (
         f"On an {cpu} CPU, INT8 engines of `quantizer` are **{ours:.1f}x as fast** as ONNX Runtime in float32. Engines "
         f"of NNCF are\n{nncf:.1f}x as fast (geometric mean over {len(models)} models, batch {_BATCH}, one thread). The "
@@ -110,7 +110,7 @@ def summary(models: Mapping[str, Model]) -> str:
 
 def _close(models: Mapping[str, Model], tool: str) -> int:
     """Return on how many models the score of a tool is near the float model's."""
-    return sum(_loss(tools[tool]) <= _CLOSE for tools in models.values() if tool in tools)
+    return sum(_loss(tools, tool) <= _CLOSE for tools in models.values() if tool in tools)
 
 
 def table(models: Mapping[str, Model]) -> str:
@@ -118,12 +118,12 @@ def table(models: Mapping[str, Model]) -> str:
     lines = ["| model | score | float | " + " | ".join(title for title, _ in _TOOLS.values()) + " |"]
     lines.append("|---" * (3 + len(_TOOLS)) + "|")
     for name, tools in models.items():
-        first = tools[_OURS]
-        base = first["score"] - first["gained"] * _sign(first)
+        first = tools[OURS]
+        base = _score(tools[REFERENCE]["score"])
         cells = [_cell(tools.get(tool)) for tool in _TOOLS]
-        lines.append(f"| {_MODELS[name]} | {_METRICS[first['metric']]} | {_score(base)} | {' | '.join(cells)} |")
-    machine = next(iter(models.values()))[_OURS]["machine"]
-    minutes = {tool: _minutes(models, tool) for tool in (_OURS, "nncf")}
+        lines.append(f"| {_MODELS[name]} | {_METRICS[first['metric']]} | {base} | {' | '.join(cells)} |")
+    machine = next(iter(models.values()))[OURS]["machine"]
+    minutes = {tool: _minutes(models, tool) for tool in (OURS, "nncf")}
     return "\n".join(
         [
             *lines,
@@ -132,7 +132,7 @@ def table(models: Mapping[str, Model]) -> str:
             f"{machine['cpu']}",
             f"({machine['instructions']}). All tools ran with their defaults and the same calibration",
             "samples. `quantizer` runs non-quantized operations in bfloat16 where that is faster. It needs "
-            f"{minutes[_OURS]} minutes",
+            f"{minutes[OURS]} minutes",
             f"per model because it builds and times several engines. NNCF needs {minutes['nncf']} minutes.",
         ]
     )
@@ -162,15 +162,9 @@ def _minutes(models: Mapping[str, Model], tool: str) -> str:
     return " to ".join(f"{value:.1f}" if value < 2 else f"{value:.0f}" for value in (min(spent), max(spent)))
 
 
-def _sign(row: Row) -> int:
-    """Return 1 where a higher score is better, and -1 where a lower one is."""
-    return -1 if "lower" in _METRICS[row["metric"]] else 1
-
-
-def _loss(row: Row) -> float:
-    """Return the loss as a share of the float score; negative is a gain."""
-    base = row["score"] - row["gained"] * _sign(row)
-    return float(-row["gained"] / abs(base))
+def _loss(tools: Model, tool: str) -> float:
+    """Return the loss of a tool as a share of the float score; negative is a gain."""
+    return float(-tools[tool]["gained"] / abs(tools[REFERENCE]["score"]))
 
 
 def speed_svg(models: Mapping[str, Model]) -> str:
@@ -209,7 +203,7 @@ def _group(left: float, width: float, unit: float, tools: Model) -> Iterator[str
             continue
         row = tools[tool]
         top = _BOTTOM - _speed(row) * unit
-        pale = " fill-opacity='0.35'" if _loss(row) > _FAR else ""
+        pale = " fill-opacity='0.35'" if _loss(tools, tool) > _FAR else ""
         yield (
             f"<rect x='{x:.1f}' y='{top:.1f}' width='{bar - 2:.1f}' height='{_BOTTOM - top:.1f}' fill='{colour}'{pale}>"
             f"<title>{html.escape(title)}: {_cell(row)}</title></rect>"

@@ -26,6 +26,7 @@ from quantizer.cli.output import Verb, parser_of, print_error, standard_output
 from quantizer.cli.run import Run
 from quantizer.cli.show import Show
 from quantizer.cli.validate import Validate
+from quantizer.config.describe import nearest
 from quantizer.errors import QuantizerError, is_out_of_memory
 from quantizer.plan.targets import AUTO, profiles
 
@@ -162,12 +163,20 @@ def _carried_out(verb: Verb, args: Namespace) -> int:
         return 1
 
 
+def _suggestion(parser: ArgumentParser, unknown: Sequence[str]) -> str:
+    """Return a question with the option that the first unknown one may mean; empty if none is similar."""
+    word = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+    options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    meant = nearest(word.lstrip("-"), [option.lstrip("-") for option in options])
+    return f"; did you mean --{meant}?" if meant else ""
+
+
 def _parse(argv: Sequence[str] | None) -> tuple[Verb, Namespace]:
     args, more = parser_of(VERBS).parse_known_args(argv)
     chosen: Verb = args.verb
     # argparse ends a list of arguments at the first option. Arguments after the option also belong to the list.
     if more and (chosen.list_argument is None or any(word.startswith("-") for word in more)):
-        args.parser.error(f"unrecognized arguments: {' '.join(more)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(more)}{_suggestion(args.parser, more)}")
     if more and chosen.list_argument is not None:
         setattr(args, chosen.list_argument, [*getattr(args, chosen.list_argument), *more])
     return chosen, args

@@ -107,7 +107,7 @@ class Table:
 
     def capital(self) -> Table:
         """Return the table with capitalized column titles, as on a page."""
-        titles = [column.title[:1].upper() + column.title[1:].replace(", us", ", µs") for column in self.columns]
+        titles = [column.title[:1].upper() + column.title[1:] for column in self.columns]
         columns = [replace(column, title=title) for column, title in zip(self.columns, titles, strict=True)]
         return replace(self, columns=columns)
 
@@ -125,7 +125,7 @@ class Table:
             "".join(_cell(*column, value, breaks) for column, value in zip(columns, row, strict=True)) for row in shown
         ]
         heads = "".join(
-            f'<th scope="col"{_RIGHT if numeric else ""}>{html.escape(column.title)}</th>'
+            f'<th scope="col"{_RIGHT if numeric else ""}>{html.escape(typeset(column.title))}</th>'
             for column, numeric in columns
         )
         return "\n".join(
@@ -245,8 +245,8 @@ def score_table(record: RunRecord) -> Table:
 
 
 def _paired(key: str) -> Column:
-    show = text.percent if "flip" in key or "share" in key else text.score
-    return numbers(key.replace("_", " ").capitalize(), lambda entry: entry.paired.get(key), show)
+    name, show = text.paired_figure(key)
+    return numbers(f"{name[:1].upper()}{name[1:]}", lambda entry: entry.paired.get(key), show)
 
 
 def outputs_table(record: RunRecord) -> Table:

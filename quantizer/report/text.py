@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -70,6 +70,14 @@ def error(value: float) -> str:
 def decibels(value: float) -> str:
     """Return decibels with one digit and without the unit: ``31.4``."""
     return f"{value:.1f}" if math.isfinite(value) else significant(value)
+
+
+def paired_figure(key: str) -> tuple[str, Callable[[float], str]]:
+    """Return the name and the format of a paired figure of a task: ``SQNR in dB`` for ``sqnr_db``."""
+    name = key.replace("_", " ").replace("sqnr", "SQNR")
+    if key.endswith("_db"):
+        return f"{name.removesuffix(' db')} in dB", decibels
+    return name, percent if "flip" in key or "share" in key else score
 
 
 def milliseconds(value: float) -> str:
@@ -176,7 +184,7 @@ def short_verdict(verdict: str) -> str:
 
 
 def typeset(line: str) -> str:
-    """Return ``line`` with minus and multiplication signs in place of ``-`` and ``x``."""
+    """Return ``line`` with minus, multiplication and micro signs in place of ``-``, ``x`` and the ``u`` of ``us``."""
     words = []
     for word in line.split(" "):
         bare = word.lstrip("([")
@@ -186,6 +194,8 @@ def typeset(line: str) -> str:
             bare = "\N{MINUS SIGN}" + bare[1:]
         if bare == "x" or (bare[:1].isdigit() and bare.endswith("x")):
             bare = bare[:-1] + "\N{MULTIPLICATION SIGN}"
+        if bare == "us":
+            bare = "\N{MICRO SIGN}s"
         words.append(head + bare + tail)
     return " ".join(words)
 

@@ -8,7 +8,18 @@ from quantizer.plan.reasons import counted
 from quantizer.report import text
 from quantizer.report.record import ALIKE_DB, FURTHER_DB, LatencyFallback, OutputDistance, RunRecord, reference_words
 from quantizer.report.tables import multiply_add_share
-from quantizer.report.text import decibels, drop, file_size, noise_sentence, percent, score, shape, signed, times
+from quantizer.report.text import (
+    decibels,
+    drop,
+    file_size,
+    noise_sentence,
+    paired_figure,
+    percent,
+    score,
+    shape,
+    signed,
+    times,
+)
 from quantizer.utils.records import LEAST_SHARE, BudgetOutcome, Score
 
 USABLE, LOOK, NOT = "usable", "check", "do not use"
@@ -264,13 +275,12 @@ def _significance(entry: Score) -> str:
 
 
 def _paired(entry: Score) -> list[str]:
-    figures = [(name.replace("_", " "), value) for name, value in entry.paired.items() if value is not None]
-    if not figures:
-        return []
-    words = [
-        f"{name} {percent(value) if 'flip' in name or 'share' in name else f'{value:.4f}'}" for name, value in figures
-    ]
-    return [f"Against the float model on the same inputs: {', '.join(words)}."]
+    words = []
+    for key, value in entry.paired.items():
+        if value is not None:
+            name, show = paired_figure(key)
+            words.append(f"{name} {show(value)}")
+    return [f"Against the float model on the same inputs: {', '.join(words)}."] if words else []
 
 
 def _coverage(record: RunRecord) -> list[str]:

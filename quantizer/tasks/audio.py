@@ -22,7 +22,7 @@ import torch
 from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.classification import FileClassification, compare_classifiers
 from quantizer.tasks.datasets.examples import Audio, Example, Speech
-from quantizer.tasks.inputs import EXAMPLE_BATCH_SIZE, Batch, Inputs, Sample
+from quantizer.tasks.inputs import Batch, FileInputs, Inputs, Sample
 from quantizer.tasks.outputs import first_output, is_token
 from quantizer.tasks.task import CountedTask, Predictions, examples_of_kind, tasks
 
@@ -104,7 +104,7 @@ class Recordings:
         return np.asarray(wave, dtype=np.float32)
 
 
-class AudioInputs:
+class AudioInputs(FileInputs):
     """The batches of a model of recordings; the same for the float model, a proxy and an engine.
 
     Args:
@@ -139,10 +139,6 @@ class AudioInputs:
                 "correct preprocessor_config.json"
             ) from error
 
-    def order(self, paths: Sequence[Path]) -> list[int]:
-        """Return the indices of recordings unchanged: all are padded to one length."""
-        return list(range(len(paths)))
-
     def batch(self, paths: Sequence[Path]) -> Batch:
         """Return one batch, read from files."""
         return self._tensors(self.recordings.arrays(paths))
@@ -152,12 +148,6 @@ class AudioInputs:
         for path in paths:
             read_recording(path)
 
-    def filled(self, paths: Sequence[Path], batch_size: int, sequence: int | None) -> Batch:
-        """Return a batch of exactly ``batch_size`` recordings, repeated if there are fewer, random if none."""
-        if not paths:
-            return self.random(batch_size, sequence)
-        return self.batch([paths[place % len(paths)] for place in range(batch_size)])
-
     def random(self, batch_size: int, sequence: int | None, seed: int = 0) -> Batch:
         """Return normal noise without padding; recordings have no tokens, so ``sequence`` has no effect."""
         noise = torch.randn(batch_size, *self._shape, generator=torch.Generator().manual_seed(seed))
@@ -165,10 +155,6 @@ class AudioInputs:
         return {
             name: arrays.get(name, torch.ones(batch_size, self._shape[0], dtype=torch.int64)) for name in self.names
         }
-
-    def example(self, paths: Sequence[Path]) -> Batch:
-        """Return a batch of two recordings; see ``Task.example``."""
-        return self.filled(paths[:EXAMPLE_BATCH_SIZE], EXAMPLE_BATCH_SIZE, None)
 
     def _tensors(self, arrays: dict[str, npt.NDArray[Any]]) -> Batch:
         tensors = {name: torch.from_numpy(arrays[name]) for name in self.names}

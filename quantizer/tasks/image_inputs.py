@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import MissingDependencyError, TaskError
-from quantizer.tasks.inputs import EXAMPLE_BATCH_SIZE, Batch
+from quantizer.tasks.inputs import Batch, FileInputs
 
 _INPUT = "pixel_values"
 _BYTES, _WORDS = 2**8 - 1, 2**16 - 1
@@ -27,7 +27,7 @@ _ASPECTS = ((96, 64), (64, 96))
 """Width and height of two test images, which a processor must resize to one size."""
 
 
-class ImageInputs:
+class ImageInputs(FileInputs):
     """The batches of an image model; the same for the float model, a proxy and an engine.
 
     Attributes:
@@ -59,10 +59,6 @@ class ImageInputs:
                 f"({_first_line(error)}): set the size that it was trained for in preprocessor_config.json"
             ) from error
 
-    def order(self, paths: Sequence[Path]) -> list[int]:
-        """Return the indices of images unchanged: all have one size, so no order saves padding."""
-        return list(range(len(paths)))
-
     def batch(self, paths: Sequence[Path]) -> Batch:
         """Return one batch [B x channels x height x width], read from files."""
         return self._processed([read_image(path) for path in paths], f"{paths[0]} and {len(paths) - 1} more")
@@ -73,19 +69,9 @@ class ImageInputs:
             with _opened(path):
                 pass
 
-    def filled(self, paths: Sequence[Path], batch_size: int, sequence: int | None) -> Batch:
-        """Return a batch of exactly ``batch_size`` images, repeated if there are fewer; random without images."""
-        if not paths:
-            return self.random(batch_size, sequence)
-        return self.batch([paths[place % len(paths)] for place in range(batch_size)])
-
     def random(self, batch_size: int, sequence: int | None, seed: int = 0) -> Batch:
         """Return normal noise; images have no tokens, so ``sequence`` has no effect."""
         return {_INPUT: torch.randn(batch_size, *self.size, generator=torch.Generator().manual_seed(seed))}
-
-    def example(self, paths: Sequence[Path]) -> Batch:
-        """Return a batch of two images; see ``Task.example``."""
-        return self.filled(paths[:EXAMPLE_BATCH_SIZE], EXAMPLE_BATCH_SIZE, None)
 
     def _processed(self, images: list[Any], which: str) -> Batch:
         try:

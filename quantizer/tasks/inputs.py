@@ -90,6 +90,24 @@ class Inputs(Protocol):
         """Return a batch of two samples; see ``Task.example``."""
 
 
+class FileInputs(Inputs):
+    """Base of batches that are read from files and have one shape: images and recordings."""
+
+    def order(self, paths: Sequence[Path]) -> list[int]:
+        """Return the indices of files unchanged: all samples have one size, so no order saves padding."""
+        return list(range(len(paths)))
+
+    def filled(self, paths: Sequence[Path], batch_size: int, sequence: int | None) -> Batch:
+        """Return a batch of exactly ``batch_size`` files, repeated if there are fewer; random without files."""
+        if not paths:
+            return self.random(batch_size, sequence)
+        return self.batch([paths[place % len(paths)] for place in range(batch_size)])
+
+    def example(self, paths: Sequence[Path]) -> Batch:
+        """Return a batch of two files; see ``Task.example``."""
+        return self.filled(paths[:EXAMPLE_BATCH_SIZE], EXAMPLE_BATCH_SIZE, None)
+
+
 class Feed(Protocol):
     """The data of a model: a task, or batches given in Python."""
 

@@ -249,6 +249,17 @@ def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert "error: " in err
 
 
+@pytest.mark.parametrize(
+    ("option", "meant"), [("--rows", "--samples"), ("--callibration=a", "--calibration"), ("--zzz", None)]
+)
+def test_an_unknown_option_names_a_similar_one(
+    option: str, meant: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "-m", "a", option]) == 2
+    end = f"; did you mean {meant}?\n" if meant else ""
+    assert capsys.readouterr().err.endswith(f"unrecognized arguments: {option}{end or chr(10)}")
+
+
 def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out

@@ -166,6 +166,7 @@ PLACES = {7: "backend: openvino", 8: "{batches: 4}", 9: "{num: 3}"}
             "got true; expected a number, above 0 and at most 1, or 'auto' or null",
         ),
         (7, "activations: {smoothquant_alpha: .nan}", "got the number nan; expected a number, above 0 and at most 1"),
+        (7, "activations: {smooth: 0.5}", "activations.smooth: unknown key; .*did you mean 'smoothquant_alpha'"),
         (7, "weights: {granularity: per_chanel}", "did you mean 'per_channel'"),
         (7, "exclude: {names: classifier}", r"quantizer.exclude.names: got the text 'classifier'; .*write"),
         (7, "exclude: {names: [a, 3]}", r"quantizer.exclude.names\[1\]: got the whole number 3; expected text"),

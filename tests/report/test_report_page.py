@@ -38,7 +38,7 @@ from quantizer.report.charts.plots import candidates_svg, frontier_svg
 from quantizer.report.page import diff_files
 from quantizer.report.tables import choice_table
 from quantizer.report.terminal import print_choice
-from quantizer.report.text import significant, typeset
+from quantizer.report.text import paired_figure, significant, typeset
 from quantizer.utils.records import Diagnosis, Fix, RangeCandidate
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
@@ -304,8 +304,21 @@ def test_significant(value: float, text: str) -> None:
 
 
 def test_typeset() -> None:
-    expected = "8 × 128, [−0.1, +0.2] 3.71× a-b -name max"  # noqa: RUF001
-    assert typeset("8 x 128, [-0.1, +0.2] 3.71x a-b -name max") == expected
+    expected = "8 × 128, [−0.1, +0.2] 3.71× a-b -name max, 40 \N{MICRO SIGN}s; us-east"  # noqa: RUF001
+    assert typeset("8 x 128, [-0.1, +0.2] 3.71x a-b -name max, 40 us; us-east") == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("sqnr_db", 31.42, "SQNR in dB 31.4"),
+        ("label_flips", 0.0123, "label flips 1.23%"),
+        ("mean_cosine", 0.99871, "mean cosine 0.9987"),
+    ],
+)
+def test_paired_figure(key: str, value: float, shown: str) -> None:
+    name, show = paired_figure(key)
+    assert f"{name} {show(value)}" == shown
 
 
 def test_the_page_is_the_recorded_one() -> None:
