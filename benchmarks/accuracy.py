@@ -64,7 +64,7 @@ def main() -> None:
         amp(**batch)
     chosen = forced.fallback(amp, num=5)
     scores.both("every site, fallback(num=5)", forced, model)
-    print("\nput back:", *chosen.groups, sep="\n- ")
+    print("\nkept in float:", *chosen.groups, sep="\n- ")
 
     print(heading("Accuracy, SST-2 dev, accuracy"))
     model, task = minilm_sst2()

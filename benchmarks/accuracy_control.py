@@ -37,13 +37,13 @@ class Outcome:
 
     Attributes:
         run: runs a batch through the engine.
-        put_back: what fell back to float, in the tool's own terms.
+        kept_in_float: what it kept in float, in the tool's own terms.
         calls: how often the metric was called.
         tuned: its last score on the tuning samples, of what is returned.
     """
 
     run: Run
-    put_back: str
+    kept_in_float: str
     calls: int
     tuned: float
 
@@ -78,7 +78,7 @@ def ours(model: torch.nn.Module, task: Task, batches: list[Batch], score: _Score
     total = sum(row.activations for row in rows.values())
     return Outcome(
         run=_engine(path),
-        put_back=f"{len(chosen.groups)} of {len(rows)} groups: {spent} of {total} quantizers",
+        kept_in_float=f"{len(chosen.groups)} of {len(rows)} groups: {spent} of {total} quantizers",
         calls=len(score.scores),
         tuned=score(lambda batch: quantizer.quantize(model)(**batch)),
     )
@@ -115,7 +115,7 @@ def nncf(model: torch.nn.Module, task: Task, batches: list[Batch], score: _Score
     openvino.save_model(quantized, folder / "nncf.xml", compress_to_fp16=False)
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
     run = _compiled(openvino.Core().compile_model(quantized, "CPU", settings))
-    return Outcome(run=run, put_back=told.summary(), calls=calls, tuned=score(run))
+    return Outcome(run=run, kept_in_float=told.summary(), calls=calls, tuned=score(run))
 
 
 class _Told(logging.Handler):
@@ -165,7 +165,7 @@ def main() -> None:
         low, high = task.difference_interval(reference, found, dev, 1000)
         lost = task.score(found, dev) - floats["dev"]
         print(
-            f"| {tool.__name__} | {outcome.put_back} | {outcome.calls} | {seconds:.0f} "
+            f"| {tool.__name__} | {outcome.kept_in_float} | {outcome.calls} | {seconds:.0f} "
             f"| {outcome.tuned - floats['tuning']:+.4f} | {lost:+.4f} [{low:+.4f}, {high:+.4f}] |",
             flush=True,
         )

@@ -129,7 +129,7 @@ def engines(case: Case, folder: Path) -> tuple[dict[str, Make], list[str]]:
     batch, sequence = case.shapes[-2]
     paths: dict[str, Path] = {}
     for name in names:
-        # Always a new one: what goes back for its time in one engine is no matter of another.
+        # Always a new one: groups that are slower in one engine may be faster in another.
         mine = quantizer.for_backend(name)
         back = 0
         try:
@@ -141,7 +141,7 @@ def engines(case: Case, folder: Path) -> tuple[dict[str, Make], list[str]]:
             if back:
                 mine.fallback(None, latency_costs=latency_costs)
         paths[name] = mine.export(mine.quantize(case.model), folder / f"{name}.onnx", example)
-        lines.append(f"{name} int8: {back} groups back for their time, {mine.coverage.share:.1%} of multiply-adds")
+        lines.append(f"{name} int8: {back} slower groups kept in float, {mine.coverage.share:.1%} of multiply-adds")
     for variant in cpu_variants(names, dtype="int8"):
         path = plain if variant.dtype is None else paths[variant.backend]
         found[variant.name] = partial(_built, variant, path)

@@ -1,4 +1,4 @@
-"""Which measure of sensitivity tells the truth, for how much work; and what is won by putting groups back.
+"""Which measure of sensitivity tells the truth, for how much work; and what is gained by keeping groups in float.
 
     python benchmarks/sensitivity.py [measures | fallback] [stsb | sst2 | efficientnet | smollm2]...
 
@@ -57,7 +57,7 @@ def _measured(case: Case, quantizer: Quantizer, measure: str) -> tuple[Costs, fl
     return {row.group: row.error for row in quantizer.sensitivity}, seconds
 
 
-def _put_back(case: Case, quantizer: Quantizer) -> Costs:
+def _kept_in_float(case: Case, quantizer: Quantizer) -> Costs:
     """How much the divergence falls with one group alone kept in float."""
     amp = quantizer.amp(case.model, measure="local", granularity=case.granularity)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def measures(case: Case) -> None:
         measure: _measured(case, quantizer, measure) for measure in ("gradient", "local", "output")
     }
     found |= {name: (costs, None) for name, costs in _peers(case, quantizer).items()}
-    truths = {"alone": found["output"][0], "kept in float": _put_back(case, quantizer)}
+    truths = {"alone": found["output"][0], "kept in float": _kept_in_float(case, quantizer)}
     names = sorted(truths["alone"])
     print(heading(f"Measures of sensitivity: {case.name}, {len(names)} groups ({case.granularity})"))
     print("| measure | correlation, alone | kept in float | worst 5 in first 8, alone | kept in float | float passes |")

@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--model", help="a folder that save_pretrained() wrote, or a hub name")
     parser.add_argument("--calibration", help="CSV of the rows that ranges are taken from: 128 or more")
     parser.add_argument("--evaluation", help="CSV of other rows, to score on")
-    parser.add_argument("--fallback", type=int, default=2, help="groups of operations to put back to float")
+    parser.add_argument("--fallback", type=int, default=2, help="groups of operations to keep in float")
     asked = parser.parse_args()
 
     if asked.model:
@@ -74,7 +74,7 @@ def main() -> None:
     print("## What will be quantized, and why not the rest", q.coverage, sep="\n")
     print("\n## The range of each operand, and what was chosen for it", q.ranges, sep="\n")
 
-    # 2. Measure what each group of operations costs the model's output, and put the worst back to float.
+    # 2. Measure what each group of operations costs the model's output, and keep the worst in float.
     amp = q.amp(model)
     with torch.no_grad():
         for batch in batches[:2]:

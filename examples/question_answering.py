@@ -270,7 +270,7 @@ def arguments() -> argparse.Namespace:
     add("--residual-adds", action="store_true", help="residual additions in INT8 as well, also where that loses")
     add("--float", nargs="+", default=[], metavar="NAME", help="modules that stay float: 'qa_outputs', 'encoder.**'")
     add("--calibration", type=int, default=128, help="windows of the training file that ranges come from")
-    add("--fallback", type=int, default=0, help="the worst so many groups of operations go back to float")
+    add("--fallback", type=int, default=0, help="number of the worst groups of operations to keep in float")
     add("--qat-steps", type=int, help="steps with the rounding; by default a tenth of those before, at least 50")
     add("--qat-lr", type=float, default=2e-5, help="the rate that they begin with")
     add("--seed", type=int, default=0)
@@ -304,7 +304,7 @@ def run(asked: argparse.Namespace) -> None:
     for one in (model, tokenizer):
         one.save_pretrained(asked.output / "model")
 
-    # 2. Take the ranges from the training file, and put the worst groups back to float if asked.
+    # 2. Take the ranges from the training file, and keep the worst groups in float if asked.
     size = asked.batch_size
     ranged = [make_batch(windows[at : at + size], tokenizer) for at in range(0, len(windows), size)]
     ranged = ranged[: -(-asked.calibration // size)]
@@ -313,7 +313,7 @@ def run(asked: argparse.Namespace) -> None:
         amp = q.amp(model)
         for batch in ranged[:2]:
             amp(**batch)
-        print("put back to float:", ", ".join(q.fallback(amp, num=asked.fallback).groups))
+        print("kept in float:", ", ".join(q.fallback(amp, num=asked.fallback).groups))
     print(q.coverage.title())
     rounded = q.quantize(model)
 

@@ -3,7 +3,7 @@
 Each candidate setting is tried on calibration batches. The second half of the file detects outliers in activations:
 large channels, massive tokens, two branches with one range, and clipping.
 
-Legend: x [N, K] the samples of an activation that linears read; m_j the largest magnitude of channel j.
+Legend: x [N, K] the rows of an activation that linears read; m_j the largest magnitude of channel j.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ _LARGE_FRACTION = 4.0
 """A channel counts as large if it exceeds the largest magnitude divided by this."""
 
 _TOKEN_SHARE = 0.01
-"""The largest share of the samples that count as single tokens."""
+"""The largest share of the rows that count as single tokens."""
 
 
 def smoothed(x: Tensor, planned: OperandPlan) -> Tensor:

@@ -67,15 +67,15 @@ def test_public_names_are_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_module_is_documented(name: str) -> None:
+def test_every_module_and_its_names_are_documented(name: str) -> None:
     if name == PLUGIN:
         pytest.importorskip("transformers", reason="a plug-in for transformers: install enginequant[hf]")
     module = importlib.import_module(name)
     assert module.__doc__, "a module starts with a docstring"
     listed = getattr(module, "__all__", [])
     assert len(set(listed)) == len(listed)
-    # What is listed is for users; other functions need a docstring only where name and types do not say it.
-    for entry in listed:
+    own = {n for n in _visible(module) if getattr(vars(module)[n], "__module__", None) == name}
+    for entry in {*listed, *own}:
         value = getattr(module, entry)
         if inspect.isclass(value) or inspect.isfunction(value):
             assert inspect.getdoc(value), f"{name}.{entry} has no docstring"

@@ -78,6 +78,7 @@ def proxied(settings: Settings, module: nn.Module, source: nn.Module | None = No
 
 
 def proxied_copy(settings: Settings, model: nn.Module) -> Proxied:
+    """Return the ``Proxied`` of a new proxy of a model, in eval mode and with eager attention."""
     return proxied(settings, build_proxy(model, eager_attention=True).eval(), model)
 
 
@@ -193,12 +194,14 @@ def progress(plan: Plan, work: Work) -> RoundingProgress:
 
 
 def record(observation: Seen, chosen: Mapping[str, RoundedWeight]) -> None:
+    """Record how each weight, by ``SITE.OPERAND``, was rounded."""
     for name, rounded in chosen.items():
         path, _, operand = name.rpartition(".")
         observation.records[path].operands[operand].rounded = rounded
 
 
 def nearest(why: str) -> RoundedWeight:
+    """Return a weight that is rounded to nearest, with the reason."""
     return RoundedWeight(codes=None, text=f"rounded to nearest: {why}")
 
 

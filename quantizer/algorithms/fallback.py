@@ -135,6 +135,7 @@ def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, rati
 
 
 def fallback_of(entries: Sequence[GroupSensitivity], asked: str) -> Fallback:
+    """Return the fallback of the groups of some rows of a ranking."""
     return Fallback(
         groups=tuple(part for entry in entries for part in entry.parts),
         asked=asked,

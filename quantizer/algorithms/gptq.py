@@ -289,6 +289,7 @@ class ProductRows(Protocol):
 def product_rows(
     site: Site, place: int, x: Tensor, weight: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> ProductRows | str:
+    """Return the rows of a site's multiplication by a weight; otherwise the reason why it has none."""
     name = site.operation.name
     if name in ("conv1d", "conv2d", "conv3d"):
         return _convolution(x, weight, args, keywords)

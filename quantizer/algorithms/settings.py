@@ -88,6 +88,7 @@ class Settings:
 
 
 def warn_of_float32(target: TargetProfile, regions: Float32Modules) -> None:
+    """Warn of modules that stay float32 if the target computes in float16."""
     if regions.applies_to(target.torch_dtype):
         warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 can represent these values", stacklevel=3)
 

@@ -191,6 +191,7 @@ def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
 
 
 def weight_record(observation: Seen, path: str) -> OperandRecord | None:
+    """Return the record of the weight of a site; None without one."""
     records = observation.records[path].operands.values()
     return next((record for record in records if record.weight is not None), None)
 

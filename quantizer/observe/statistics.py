@@ -468,6 +468,7 @@ _MASK = 1e18
 
 
 def floats(output: Any) -> list[Tensor]:
+    """Return all floating tensors of an output."""
     return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 

@@ -292,7 +292,7 @@ def quantization_facts(record: RunRecord) -> dict[str, Any]:
         "ranges": settings["activations"]["ranges"],
         "sites": {kind: (quantized[kind], count) for kind, count in executed_kinds.items()},
         "multiply_adds": record.covered_share,
-        "put_back": () if fallback is None else fallback.groups,
+        "fallback_groups": () if fallback is None else fallback.groups,
         "reason": None if fallback is None else fallback.reason,
         "budget": [] if fallback is None else [asdict(check) for check in fallback.checks],
         "outcome": None if fallback is None or fallback.outcome is None else asdict(fallback.outcome),

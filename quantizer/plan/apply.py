@@ -177,12 +177,14 @@ def _apply_site_plan(site: Site, entry: SitePlan) -> None:
 
 
 def apply_factor(quantizer: OperandQuantizer, planned: OperandPlan) -> None:
+    """Set the factors that multiply an operand before quantization, if it has any."""
     if planned.factor is not None:
         assert planned.smooth_axis is not None
         quantizer.set_factor(planned.factor, planned.smooth_axis)
 
 
 def switch_on(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
+    """Switch each site on or off, as planned."""
     for site in sites_of(proxy):
         # Output sites that calibration did not observe are in no plan.
         site.active = site.path in plan and plan[site.path].quantized
@@ -232,6 +234,7 @@ def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan], *, fused: bool 
 
 
 def frozen_new(proxy: nn.Module, model: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
+    """Freeze a new proxy by a plan, with its own copies of the model's buffers, and return it."""
     OwnBuffers(proxy, model)
     apply_plan(proxy, plan)
     freeze(proxy, plan)
@@ -264,6 +267,7 @@ def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[s
 
 
 def add_planned_outputs(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
+    """Add the output sites of a plan to a proxy."""
     add_output_sites(proxy, {path for path, entry in plan.items() if entry.kind == OUTPUT})
 
 

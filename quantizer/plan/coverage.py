@@ -53,6 +53,7 @@ _BY_REASON = {ReasonCode.FROM_PARAMETERS: Reason.PARAMETERS, ReasonCode.PARAMETE
 
 
 def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | None:
+    """Return the quantized share of multiply-adds; None if there are none."""
     total = sum(product.multiply_adds for product in products)
     covered = sum(product.multiply_adds for product in products if _covered(product, plan))
     return covered / total if total else None

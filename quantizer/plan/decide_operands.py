@@ -66,6 +66,7 @@ def formats_for(
     *,
     zero_point: bool,
 ) -> Formats:
+    """Return the format of each site, by a default and rules; raise ``ConfigError`` with all problems of the rules."""
     sites = list(sites)
     problems: list[str] = []
     matches: list[tuple[FormatRule, frozenset[str] | None]] = []
@@ -117,6 +118,7 @@ def operand_plans(
     requested: Format,
     indivisible: list[str],
 ) -> tuple[OperandPlan, ...]:
+    """Return the plans of the operands of a site that calibration observed."""
     plans = []
     migration = next((o.smoothed.migration for o in record.operands.values() if o.smoothed is not None), None)
     offloaded = any(parameter.is_meta for parameter in host.parameters(recurse=False))

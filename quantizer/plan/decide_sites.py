@@ -117,6 +117,7 @@ def decide(
     refused: Mapping[str, str],
     settings: PlanSettings,
 ) -> Plan:
+    """Return the plan of an observation: the formats and ranges of each site, or the reason why it is not quantized."""
     plan: Plan = {}
     indivisible: list[str] = []
     followed = {path for record in observation.records.values() for path in record.follows}

@@ -359,6 +359,7 @@ def without_codes(plan: Plan, why: str, selects: Callable[[OperandPlan], bool] =
 
 
 def changed_buffers(plan: Plan, model: nn.Module) -> list[str]:
+    """Return the paths of buffers that computed weights depend on and that changed since calibration."""
     operands = (operand for entry in plan.values() for operand in entry.operands)
     computed = (operand.computation for operand in operands if operand.computation is not None)
     return list(dict.fromkeys(path for computation in computed for path in computation.changed_buffers(model)))

@@ -42,7 +42,7 @@ from quantizer.utils.files import whole_file
 from quantizer.utils.records import FLOAT
 
 if TYPE_CHECKING:
-    from quantizer.algorithms.sensitivity.session import Layers, PutBack, Search
+    from quantizer.algorithms.sensitivity.session import FallbackCosts, Layers, Search
     from quantizer.diagnose import Diagnoses
     from quantizer.plan.coverage import Coverage, Ranges
     from quantizer.plan.histograms import OperandHistogram, RangeCandidates
@@ -195,7 +195,7 @@ def _layers(layers: Layers) -> Table:
     return replace(layers_table(layers.rows, layers.measure), title=heading)
 
 
-def _groups(groups: PutBack) -> Table:
+def _groups(groups: FallbackCosts) -> Table:
     return replace(groups_table(groups.rows, groups.measure), title="gain and cost of keeping each group in float")
 
 

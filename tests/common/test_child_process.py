@@ -173,7 +173,7 @@ def test_modules_that_a_file_names_are_still_imported(
     assert printed.count("mine was imported") >= 2, printed
 
 
-def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/a")
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     before = dict(os.environ)

@@ -274,7 +274,7 @@ def test_names_of_pipelines_lead_to_our_tasks(write: Write, name: str, ours: str
     assert only.endswith(f"did you mean {ours!r}?")
 
 
-# -- which groups go back ------------------------------------------------------------------------------------------
+# -- which groups fall back ----------------------------------------------------------------------------------------
 
 TUNING = GOOD.replace("  evaluation:", "  tuning: {name: stsb-csv, offset: 128, samples: 100}\n  evaluation:").replace(
     "evaluation: {name: stsb-csv}", "evaluation: {name: stsb-csv, offset: 228}"

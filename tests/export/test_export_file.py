@@ -129,7 +129,7 @@ def test_the_checker_takes_it(any_export: Exported) -> None:
 
 def test_the_target_s_rules_hold(any_export: Exported) -> None:
     found = check_file(any_export.path, any_export.quantizer.config.backend)
-    # Fallback alone may put back one operand of an add, the one that skips a block, and leave the other.
+    # Fallback alone may keep in float one operand of an add, the one that skips a block, and leave the other.
     halves = [
         site
         for site in any_export.quantizer.plan.values()
@@ -291,7 +291,7 @@ def test_attention_is_the_plain_pattern(bert_rtx: Exported) -> None:
         assert reader.op_type == "QuantizeLinear"
 
 
-def test_sites_that_fallback_put_back_carry_no_quantization(bert_fallback: Exported) -> None:
+def test_sites_kept_in_float_carry_no_quantization(bert_fallback: Exported) -> None:
     chosen = bert_fallback.quantizer.chosen_fallback
     assert chosen is not None
     assert len(chosen.groups) == 9

@@ -437,7 +437,7 @@ def test_a_rename_that_fails_brings_the_former_folder_back(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_what_a_kill_between_two_renames_left_is_put_back(tmp_path: Path, complete: bool) -> None:
+def test_what_a_kill_between_two_renames_left_is_restored(tmp_path: Path, complete: bool) -> None:
     out = tmp_path / "out"
     new = new_name(out)
     old = new.with_suffix(OLD)

@@ -37,6 +37,8 @@ EXPORTED = ("openvino", "tensorrt-rtx")
 _DIGITS = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?")
 _MEASURED = re.compile(r"\b[0-9a-f]{64}\b|\b\d{6,}\b|-?\d+\.\d+(e[+-]?\d+)?")
 """What a saved quantizer has of this kind of CPU: checksums and ranges."""
+_HOLD_TEXTS = {"text", "quantizer.yaml", "observed.safetensors"}
+"""Checksums that words change; the statistics of calibration hold reasons."""
 _BATCHES = 3
 
 
@@ -155,7 +157,7 @@ def _digest(content: bytes) -> str:
 
 def _tensors(bits: dict[str, str]) -> dict[str, str]:
     """The checksums that no word changes."""
-    return {name: digest for name, digest in bits.items() if name != "text" and not name.endswith(".yaml")}
+    return {name: digest for name, digest in bits.items() if name not in _HOLD_TEXTS}
 
 
 def _record() -> None:

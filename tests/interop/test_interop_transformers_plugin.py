@@ -46,7 +46,7 @@ def quantized(model: nn.Module, inputs: dict[str, Tensor] = TEXT, prepare: Prepa
     return q.quantize(model)
 
 
-def put_back(q: Quantizer, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+def keep_in_float(q: Quantizer, model: nn.Module, inputs: dict[str, Tensor]) -> None:
     amp = q.amp(model)
     amp(**inputs)
     q.fallback(amp, num=5)
@@ -146,7 +146,7 @@ def test_a_model_that_was_loaded_without_has_no_quantizer(bert):
         ),
         pytest.param(BIAS, None, id="bias-correction", marks=NIGHTLY),
         pytest.param({"formats": [INT4], "weights": {"rounding": "gptq"}}, None, id="gptq"),
-        pytest.param({}, put_back, id="put-back"),
+        pytest.param({}, keep_in_float, id="kept-in-float"),
         pytest.param({"backend": "onnxruntime"}, trained, id="trained"),
     ],
 )
@@ -243,7 +243,7 @@ def test_what_was_not_quantized_or_is_no_more_so_is_not_saved(bert, tmp_path):
     for proxy in (q.proxy(model), q.calib(model, resume=True), q.amp(model), q.simulate(model)):
         with pytest.raises(ProxyError, match=refused):
             proxy.save_pretrained(tmp_path / "refused")
-    put_back(q, model, TEXT)
+    keep_in_float(q, model, TEXT)
     with pytest.raises(ProxyError, match=refused):
         frozen.save_pretrained(tmp_path / "refused")
     q.clear_fallback()

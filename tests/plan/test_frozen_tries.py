@@ -1,4 +1,4 @@
-"""Frozen proxies that are kept in float and frozen again: equal, bit for bit, to those that are built anew."""
+"""Frozen proxies that are restored and frozen again: equal, bit for bit, to those that are built anew."""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ def test_a_weight_that_no_module_has_registered() -> None:
     assert _reasons(q) == {Reason.UNFIT.value: 4 * 32 * 32}
 
 
-def test_what_fallback_put_back_survives_saving(tmp_path: Path) -> None:
+def test_what_is_kept_in_float_survives_saving(tmp_path: Path) -> None:
     model, x = Mlp().eval(), torch.randn(4, 32)
     q = _calibrated(model, x)
     amp = q.amp(model)

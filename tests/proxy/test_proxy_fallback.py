@@ -1,4 +1,4 @@
-"""Measuring groups and putting them back: whole groups, reproducibly, and undone when asked."""
+"""Measuring groups and keeping them in float: whole groups, reproducibly, and undone when asked."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_calibrating_again_replaces_them() -> None:
     assert all(torch.equal(q.scales()[name], scale) for name, scale in before.items())
 
 
-def test_what_was_put_back_stays_float() -> None:
+def test_what_fell_back_stays_float() -> None:
     model = Mlp().eval()
     q = _calibrated(model, sites={"residual_add": False})
     amp = q.amp(model)

@@ -125,7 +125,7 @@ def _joins() -> nn.Module:
     return net("self.first(x) + self.second(x if both else x * 2)", "x, both=True", first=linear(), second=linear())
 
 
-def test_what_was_put_back_stays_back_when_groups_join() -> None:
+def test_what_fell_back_stays_float_when_groups_join() -> None:
     torch.manual_seed(0)
     model = _joins().eval()
     q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
@@ -250,7 +250,7 @@ def test_a_training_that_cannot_begin_leaves_the_former_one() -> None:
     assert q._session.trainable.proxy is proxy
 
 
-def test_a_calibration_that_cannot_begin_leaves_what_was_put_back() -> None:
+def test_a_calibration_that_cannot_begin_leaves_what_fell_back() -> None:
     model = _net()
     q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [X])

@@ -266,7 +266,7 @@ def test_a_residual_add_that_is_asked_for_is_quantized() -> None:
     )
 
 
-def test_what_is_put_back_of_a_residual_add_is_the_users_choice() -> None:
+def test_what_falls_back_of_a_residual_add_is_the_users_choice() -> None:
     torch.manual_seed(0)
     model, x = Mlp().eval(), torch.randn(64, 32)
     quantizer = Quantizer(preset="plain", backend="tensorrt", activations={"calibrator": "max"})

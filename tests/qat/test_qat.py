@@ -151,7 +151,7 @@ def test_operands_of_one_tensor_learn_one_scale() -> None:
     assert torch.equal(scales["query.forward.linear_0.input"], scales["key.forward.linear_0.input"])
 
 
-def test_what_fallback_put_back_is_trained_in_float() -> None:
+def test_what_fell_back_is_trained_in_float() -> None:
     model = twice().eval()
     quantizer = calibrated(model)
     amp = quantizer.amp(model)

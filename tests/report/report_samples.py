@@ -83,7 +83,7 @@ def sample_choice() -> EngineChoice:
     )
 
 
-def sample_placement() -> LatencyFallback:
+def sample_latency_fallback() -> LatencyFallback:
     """The times of three groups, of which one is slower in low precision, and a speed that was reached."""
     groups = (
         GroupTime(group="layer.0.dense", low_us=100.0, float_us=400.0),
@@ -141,7 +141,7 @@ def sample_record() -> RunRecord:
         measure="gradient",
         fallback=sample_search((ranking[0].group,)),
         choice=sample_choice(),
-        latency_fallback=sample_placement(),
+        latency_fallback=sample_latency_fallback(),
         engine=EngineFile(
             backend="openvino", path="engine/model.xml", build_seconds=1.42, verified="48 of 48 sites run in INT8"
         ),

@@ -1,4 +1,4 @@
-"""One line for each layer, and for each group that may go back: from sites, products, errors and times."""
+"""One line for each layer, and for each group that may fall back: from sites, products, errors and times."""
 
 from __future__ import annotations
 

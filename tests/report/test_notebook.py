@@ -311,7 +311,7 @@ def test_one_line_for_each_layer(measurable: tuple[Quantizer, Net]) -> None:
     assert sum("conv2d" in line for line in lines) == 3
     assert "what if" not in layers.text()
     assert "<table>" in layers._repr_html_()
-    assert not len(layers.put_back)
+    assert not len(layers.fallback_costs)
 
 
 def test_sensitivity_and_times_when_they_were_measured(measurable: tuple[Quantizer, Net]) -> None:
@@ -328,12 +328,12 @@ def test_sensitivity_and_times_when_they_were_measured(measurable: tuple[Quantiz
     )
     assert timed.title() == "5 of 5 layers quantized; times: openvino, 8 x 128, 1 thread"
     assert {row.low_us for row in timed} == {10.0, 20.0}
-    assert {row.cost_us for row in timed.put_back} == {15.0}
+    assert {row.cost_us for row in timed.fallback_costs} == {15.0}
     text, page = timed.text(), timed._repr_html_()
     assert "gain and cost of keeping each group in float" in text
     assert page.count("<table>") == 2
     q.fallback(amp, num=1)
-    assert [row.in_float for row in q.layers.put_back].count(True) == 1
+    assert [row.in_float for row in q.layers.fallback_costs].count(True) == 1
     assert q.layers.title().startswith(("4 of 5", "5 of 5"))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from report_samples import bare_record, sample_choice, sample_histogram, sample_placement, sample_record
+from report_samples import bare_record, sample_choice, sample_histogram, sample_latency_fallback, sample_record
 from rich.console import Console
 
 from quantizer.errors import MissingDependencyError, QuantizerError
@@ -341,8 +341,8 @@ def test_fixes_are_shown_unless_the_verdict_is_usable() -> None:
         assert (shown in header, fix_shown in header, fix_shown in page) == (needs_fix, needs_fix, needs_fix)
 
 
-def test_the_picture_of_a_placement_without_errors() -> None:
-    assert "the run has no amp" in frontier_svg(dataclasses.replace(sample_placement(), frontier=()))
+def test_the_picture_of_a_latency_fallback_without_errors() -> None:
+    assert "the run has no amp" in frontier_svg(dataclasses.replace(sample_latency_fallback(), frontier=()))
 
 
 def test_one_that_was_too_slow_is_shown_without_its_last_times() -> None:

@@ -345,7 +345,7 @@ def test_measures(search: Search, measure: str) -> None:
     assert search.taken == (1 + len(record.sensitivity) if measure == "metric" else 0)
 
 
-def test_layers_are_measured_and_put_back_whole(search: Search) -> None:
+def test_layers_are_measured_and_kept_in_float_whole(search: Search) -> None:
     record = _run("amp.granularity=layer", "fallback={num: 1}", "~data.tuning")
     names = [row.group for row in record.sensitivity]
     assert "bert.encoder.layer.0.attention" in names

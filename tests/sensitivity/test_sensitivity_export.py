@@ -23,7 +23,7 @@ def _quantize_nodes(path: Path) -> int:
     return sum(node.op_type == "QuantizeLinear" for node in onnx.load(path).graph.node)
 
 
-def test_groups_put_back_have_no_quantizers_in_the_file(tmp_path: Path) -> None:
+def test_groups_kept_in_float_have_no_quantizers_in_the_file(tmp_path: Path) -> None:
     model, data = tiny("bert"), batch("bert")
     quantizer = Quantizer(preset="plain", backend="tensorrt", sites={"residual_add": True})
     quantizer.calibrate(model, [data])

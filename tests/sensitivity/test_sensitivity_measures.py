@@ -311,7 +311,7 @@ def test_granularity(granularity: str, some: str) -> None:
     assert sorted(parts) == sorted(groups), "every group of the plan is in one group that is measured"
 
 
-def test_a_block_is_put_back_as_a_whole() -> None:
+def test_a_block_is_kept_in_float_as_a_whole() -> None:
     model, data = tiny("bert"), batch("bert")
     quantizer = _quantizer(model, [data])
     amp = quantizer.amp(model, granularity="block")

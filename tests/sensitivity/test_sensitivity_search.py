@@ -93,7 +93,7 @@ def test_the_budget_is_always_met(drops: list[int], max_drop: int, higher: bool,
     assert len(set(asked)) == len(asked), "no score is taken twice"
 
 
-def test_no_group_is_put_back_where_none_must_be() -> None:
+def test_no_group_falls_back_where_none_must() -> None:
     found, asked = _search([3.0, 2.0, 1.0], 6.0)
     assert found.groups == ()
     assert asked == [()]
@@ -146,8 +146,8 @@ def test_a_group_is_tried_again_after_others_went() -> None:
 def test_a_budget_that_no_plan_meets_gives_the_best_one(
     gains: dict[str, float], max_drop: float, groups: tuple[str, ...]
 ) -> None:
-    def score(put_back: tuple[str, ...]) -> float:
-        return 10 + sum(gain for name, gain in gains.items() if name not in put_back)
+    def score(kept_in_float: tuple[str, ...]) -> float:
+        return 10 + sum(gain for name, gain in gains.items() if name not in kept_in_float)
 
     ranking = per_cost(_ranking([2.0, 1.0]), None)
     found = search(ranking, 10.0, score, max_drop=max_drop, higher_is_better=True, max_evaluations=25)
@@ -275,7 +275,7 @@ def test_names(names: list[str], groups: list[str]) -> None:
         ([1], r"names=\[1\]: expected a list of names"),
     ],
 )
-def test_names_that_cannot_be_put_back(names: Any, message: str) -> None:
+def test_names_that_cannot_fall_back(names: Any, message: str) -> None:
     with pytest.raises(SensitivityError, match=message):
         by_name(OPERANDS, names)
 

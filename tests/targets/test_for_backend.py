@@ -118,7 +118,7 @@ def test_each_goes_on_alone(model: nn.Module) -> None:
     assert_same_plan(first.plan, before)
 
 
-def test_what_was_put_back_stays_float(model: nn.Module) -> None:
+def test_what_fell_back_stays_float(model: nn.Module) -> None:
     first = _calibrated("openvino", model, sites={"residual_add": True})
     amp = first.amp(model)
     amp(**BATCHES[0])
@@ -146,11 +146,11 @@ def test_ranks_are_kept(model: nn.Module) -> None:
     first = _calibrated("tensorrt", model)
     amp = first.amp(model)
     amp(**BATCHES[0])
-    put_back = first.fallback(amp, num=2)
+    fallback = first.fallback(amp, num=2)
     other = first.for_backend("openvino")
     assert other.chosen_fallback is not None
-    assert set(other.chosen_fallback.groups) == set(put_back.groups)
-    assert sorted(other.chosen_fallback.ranks) == sorted(put_back.ranks)
+    assert set(other.chosen_fallback.groups) == set(fallback.groups)
+    assert sorted(other.chosen_fallback.ranks) == sorted(fallback.ranks)
     first.clear_fallback()
 
 

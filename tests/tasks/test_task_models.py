@@ -101,7 +101,7 @@ def test_load_tokenizer(saved):
     assert load_tokenizer(str(saved / "classifier")).pad_token_id == 0
 
 
-def test_the_progress_bar_setting_is_put_back(saved):
+def test_the_progress_bar_setting_is_restored(saved):
     from transformers.utils import logging
 
     before = logging.is_progress_bar_enabled()

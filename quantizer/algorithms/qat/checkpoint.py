@@ -63,6 +63,7 @@ def remove_checkpoints(folder: Path) -> None:
 def write_checkpoint(
     path: Path, proxy: nn.Module, facts: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
+    """Write the tensors of a proxy, the state of an optimizer, and facts to a file, with a checksum."""
     # A shared parameter is written under each of its names, because the format cannot share tensors.
     tensors = {f"model.{name}": value.detach().clone().contiguous() for name, value in proxy.state_dict().items()}
     for number, entry in (optimizer.state_dict()["state"] if optimizer is not None else {}).items():

@@ -98,6 +98,7 @@ class MovingAverage:
 
 
 def step_averages(quantizers: Iterable[OperandQuantizer]) -> None:
+    """Move each scale that is a moving average once, also if several quantizers share it."""
     averages = {id(q.watcher): q.watcher for q in quantizers if isinstance(q.watcher, MovingAverage)}
     for average in averages.values():
         average.step()

@@ -139,6 +139,7 @@ class QatSession:
 
 
 def has_gradient(parameters: Iterable[Tensor]) -> bool:
+    """Return whether any parameter has a gradient other than zero."""
     return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters)
 
 

@@ -273,7 +273,7 @@ class Sensitivity(Rows[GroupSensitivity]):
         return self.search.plot()
 
 
-class PutBack(Rows[GroupRow]):
+class FallbackCosts(Rows[GroupRow]):
     """The groups with the error that keeping each in float removes, and the latency that it costs."""
 
     look = "groups"
@@ -287,7 +287,7 @@ class Layers(Rows[LayerRow]):
     """One line for each layer that ran: its formats, range, SQNR, sensitivity, share of the work, and times.
 
     Attributes:
-        put_back: the gain and the latency cost of keeping each group in float; empty if neither is known.
+        fallback_costs: the gain and the latency cost of keeping each group in float; empty if neither is known.
         measure: the measure of the errors; None: none were measured.
         where: where the times were measured; None: they were not measured.
     """
@@ -304,7 +304,7 @@ class Layers(Rows[LayerRow]):
         measured = () if latency_costs is None else latency_costs.groups.items()
         times = [GroupTime(group=name, low_us=latency.low_us, float_us=latency.float_us) for name, latency in measured]
         super().__init__(layer_rows(coverage.rows, coverage.not_quantized.rows, ranking, times))
-        self.put_back = PutBack(group_rows(coverage.rows, ranking, times), self.measure)
+        self.fallback_costs = FallbackCosts(group_rows(coverage.rows, ranking, times), self.measure)
 
     def timed(self, latency_costs: LatencyCosts) -> Layers:
         """Return the same layers with the times that ``measure_latency_costs`` returned."""
@@ -312,4 +312,4 @@ class Layers(Rows[LayerRow]):
 
     def below(self) -> list[Shown | str]:
         """Return the table of the groups, if there is one."""
-        return [self.put_back] if len(self.put_back) else []
+        return [self.fallback_costs] if len(self.fallback_costs) else []

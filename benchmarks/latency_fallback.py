@@ -1,6 +1,6 @@
 """Plans by measured time: everything in INT8 beside the most accurate plan that is as fast, and predicted times.
 
-    python benchmarks/placement.py [efficientnet | dinov2 | minilm]... [BACKEND]
+    python benchmarks/latency_fallback.py [efficientnet | dinov2 | minilm]... [BACKEND]
 
 One thread; every kind of site is forced on, ranges by ``preset: plain``. Each group is timed in INT8 and in float in
 the engine; the plan "as fast" is the one of ``fallback(min_speedup=...)`` with the speed that everything in INT8 is
@@ -73,8 +73,8 @@ def report(name: str, backend: str) -> None:
     for batch in case.calibration[:2]:
         amp(**batch) if isinstance(batch, dict) else amp(batch)
     whole = latency_costs.speedup(())
-    wanted = {"everything in INT8": None, "as fast, by price": whole}
-    wanted |= {f"{share:.0%} of its gain, by price": 1 + share * (whole - 1) for share in SHARES}
+    wanted = {"everything in INT8": None, "as fast, by latency cost": whole}
+    wanted |= {f"{share:.0%} of its gain, by latency cost": 1 + share * (whole - 1) for share in SHARES}
     engines: dict[str, Run] = {}
     told: dict[str, tuple[int, float]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -124,12 +124,11 @@ def test_the_product_behind_a_name(tmp_path: Path) -> None:
     assert product_names(tmp_path / "m.onnx") == dict.fromkeys(nodes, "a/MatMul")
 
 
-# -- latency costs
-# --------------------------------------------------------------------------------------------------------
+# -- latency costs -----------------------------------------------------------------------------------------------------
 
 
-def _prices(**groups: tuple[float, float]) -> LatencyCosts:
-    """Prices of groups from their times in low precision and in float, with 100 us that are the same in both."""
+def _costs(**groups: tuple[float, float]) -> LatencyCosts:
+    """Latency costs of groups from their times in low precision and in float, with 100 us that are the same in both."""
     measured = {name: GroupLatency(group=name, low_us=low, float_us=plain) for name, (low, plain) in groups.items()}
     return LatencyCosts(
         groups=measured,
@@ -148,7 +147,7 @@ def _ranking(**errors: float) -> list[GroupSensitivity]:
 
 
 def test_predictions_add_gains_up() -> None:
-    latency_costs = _prices(a=(100, 400), b=(50, 150))
+    latency_costs = _costs(a=(100, 400), b=(50, 150))
     assert latency_costs.time_us([]) == 250
     assert latency_costs.time_us(["a"]) == 550
     assert latency_costs.time_us(["b", "a", "a"]) == latency_costs.float_us == 650
@@ -158,15 +157,15 @@ def test_predictions_add_gains_up() -> None:
 
 
 def test_a_gain_near_0_counts_as_a_tenth_of_the_mean() -> None:
-    latency_costs = _prices(a=(100, 400), b=(50, 51), c=(60, 50), d=(10, 119))
+    latency_costs = _costs(a=(100, 400), b=(50, 51), c=(60, 50), d=(10, 119))
     assert latency_costs.gains({name: [name] for name in "abcd"}) == {"a": 300, "b": 10.25, "c": 10.25, "d": 109}
     assert latency_costs.gains({"ab": ["a", "b"], "c": ["c"]}) == {"ab": 301, "c": 15.05}
-    assert _prices(a=(60, 50)).gains({"a": ["a"]}) == {"a": 0}
+    assert _costs(a=(60, 50)).gains({"a": ["a"]}) == {"a": 0}
     assert latency_costs.gains({}) == {}
 
 
 def test_slower_groups_are_those_that_lose_more_than_noise() -> None:
-    latency_costs = _prices(a=(100, 60), b=(100, 80), c=(60, 100), unseen=(90, 0))
+    latency_costs = _costs(a=(100, 60), b=(100, 80), c=(60, 100), unseen=(90, 0))
     assert list(latency_costs.slower()) == ["a"]
     reason = latency_costs.slower()["a"]
     assert reason == "slower in low precision than in float: 100 us, float 60, openvino, 8 x 128, 1 thread"
@@ -176,7 +175,7 @@ def test_slower_groups_are_those_that_lose_more_than_noise() -> None:
 
 def test_the_most_accurate_plan_that_is_fast_enough() -> None:
     # What they cost in accuracy for a microsecond: b most, then c, then a.
-    latency_costs, ranking = _prices(a=(100, 400), b=(50, 150), c=(50, 250)), _ranking(a=0.1, b=0.4, c=0.6)
+    latency_costs, ranking = _costs(a=(100, 400), b=(50, 150), c=(50, 250)), _ranking(a=0.1, b=0.4, c=0.6)
     # 900 us in float: 450 leave 150 us to spend, which b takes 100 of; c would take 200.
     found = by_speed(ranking, latency_costs, 2.0)
     assert (found.groups, found.ranks, found.met) == (("b",), (2,), True)
@@ -188,13 +187,13 @@ def test_the_most_accurate_plan_that_is_fast_enough() -> None:
         by_speed(ranking, latency_costs, 0)
 
 
-def test_groups_that_win_nothing_go_back_for_nothing() -> None:
-    latency_costs = _prices(a=(100, 400), even=(100, 95))
+def test_groups_that_gain_nothing_fall_back_for_nothing() -> None:
+    latency_costs = _costs(a=(100, 400), even=(100, 95))
     assert by_speed(_ranking(a=0.5, even=0.1), latency_costs, 1.7).groups == ("even",)
 
 
 def test_the_frontier_goes_from_fast_to_accurate() -> None:
-    points = frontier(_ranking(a=0.1, b=0.4), _prices(a=(100, 400), b=(50, 150)))
+    points = frontier(_ranking(a=0.1, b=0.4), _costs(a=(100, 400), b=(50, 150)))
     assert [(point.back, point.time_us, round(point.error, 6)) for point in points] == [
         (0, 250, 0.5),
         (1, 350, 0.1),
@@ -227,8 +226,8 @@ def calibrated() -> tuple[Quantizer, nn.Module]:
 _FIRST, _SECOND = "first.forward.linear_0", "second.forward.linear_0"
 
 
-def _priced(q: Quantizer, **times: tuple[float, float]) -> LatencyCosts:
-    """Prices of the two linears, scaled to engines of 200 and 400 us."""
+def _scaled_costs(q: Quantizer, **times: tuple[float, float]) -> LatencyCosts:
+    """Latency costs of the two linears, scaled to engines of 200 and 400 us."""
     hosts = {name: name.partition(".")[0] for name in q.plan}
     low, plain = ({place: entry[which] for place, entry in times.items()} for which in (0, 1))
     return latency_costs_from_layers(q.plan, hosts, low, plain, low_us=200, float_us=400, where="here")
@@ -236,7 +235,7 @@ def _priced(q: Quantizer, **times: tuple[float, float]) -> LatencyCosts:
 
 def test_times_are_scaled_to_the_engine(calibrated: tuple[Quantizer, nn.Module]) -> None:
     q, _ = calibrated
-    latency_costs = _priced(q, first=(30, 300), second=(10, 100))
+    latency_costs = _scaled_costs(q, first=(30, 300), second=(10, 100))
     assert set(latency_costs.groups) == {_FIRST, _SECOND}
     assert latency_costs.groups[_FIRST] == GroupLatency(group=_FIRST, low_us=150, float_us=300)
     assert latency_costs.groups[_SECOND] == GroupLatency(group=_SECOND, low_us=50, float_us=100)
@@ -247,7 +246,7 @@ def test_a_table_of_an_embedding_is_not_for_speed() -> None:
     model = nn.Sequential(nn.Embedding(2**13, 32), nn.Linear(32, 32)).eval()
     q = Quantizer(preset="plain", backend="openvino")
     q.calibrate(model, [torch.arange(40).reshape(4, 10)])
-    latency_costs = _priced(q, **{"0": (30, 3), "1": (300, 30)})
+    latency_costs = _scaled_costs(q, **{"0": (30, 3), "1": (300, 30)})
     assert {name: latency.is_table for name, latency in latency_costs.groups.items()} == {
         "0.forward.embedding_0": True,
         "1.forward.linear_0": False,
@@ -258,7 +257,7 @@ def test_a_table_of_an_embedding_is_not_for_speed() -> None:
 
 def test_slower_groups_are_float_and_say_why(calibrated: tuple[Quantizer, nn.Module]) -> None:
     q, model = calibrated
-    latency_costs = _priced(q, first=(150, 100), second=(50, 300))
+    latency_costs = _scaled_costs(q, first=(150, 100), second=(50, 300))
     found = q.fallback(None, latency_costs=latency_costs)
     assert (found.groups, list(found.slower)) == ((), [_FIRST])
     assert [name for name, site in q.plan.items() if site.quantized] == [_SECOND]
@@ -275,7 +274,7 @@ def test_a_fallback_for_accuracy_has_the_slower_groups_too(
     calibrated: tuple[Quantizer, nn.Module], tmp_path: Path
 ) -> None:
     q, model = calibrated
-    latency_costs = _priced(q, first=(150, 100), second=(50, 300))
+    latency_costs = _scaled_costs(q, first=(150, 100), second=(50, 300))
     amp = q.amp(model)
     amp(torch.randn(8, 32))
     scores: list[int] = []
@@ -300,14 +299,14 @@ def test_a_fallback_for_accuracy_has_the_slower_groups_too(
             q.fallback(amp, **wrong)
 
 
-def test_a_number_of_groups_goes_back_as_the_ranking_shows_them(calibrated: tuple[Quantizer, nn.Module]) -> None:
+def test_a_number_of_groups_falls_back_as_the_ranking_shows_them(calibrated: tuple[Quantizer, nn.Module]) -> None:
     """However little the first of them wins in time."""
     q, model = calibrated
     amp = q.amp(model)
     amp(torch.randn(8, 32))
     first, second = (row.group for row in q.sensitivity.rows)
     gains = {first: (90, 300), second: (90, 90)}
-    latency_costs = _priced(q, first=gains[_FIRST], second=gains[_SECOND])
+    latency_costs = _scaled_costs(q, first=gains[_FIRST], second=gains[_SECOND])
     assert q.fallback(amp, num=1, latency_costs=latency_costs).groups == (first,)
     assert q.fallback(amp, ratio=0.5, latency_costs=latency_costs).groups == (first,)
 

@@ -1,4 +1,4 @@
-"""Runs whose plan goes by measured time: what goes back, what is kept, and a speed that is not reached."""
+"""Runs whose plan goes by measured time: what falls back, what stays quantized, and a speed that is not reached."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _engines(monkeypatch: pytest.MonkeyPatch, **microseconds: float) -> None:
 @pytest.mark.parametrize(
     ("placed", "back"), [(900.0, 1), pytest.param(995.0, 0, marks=pytest.mark.nightly)], ids=["faster", "not faster"]
 )
-def test_slower_groups_go_back_where_the_engine_is_faster(
+def test_slower_groups_fall_back_where_the_engine_is_faster(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, placed: float, back: int
 ) -> None:
     _engines(monkeypatch, placed=placed, low=1000.0)
