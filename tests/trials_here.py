@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 from unittest import mock
 
 from quantizer.engines import measure
-from quantizer.engines.backends import backend as registered
 from quantizer.engines.measure import in_own_process
 
 _SHORT_S = 1.0
@@ -23,11 +21,8 @@ def trials_here() -> Iterator[None]:
         yield
 
 
-def _here(task: str, backend: str, words: Sequence[object], *, doing: str, timeout_s: float) -> Any:
-    printed = io.StringIO()
+def _here(task: str, backend: str, words: Sequence[Any], *, doing: str, timeout_s: float) -> Any:
     if task == "trial" and timeout_s > _SHORT_S:
-        with redirect_stdout(printed), redirect_stderr(io.StringIO()):
-            code = measure.main([task, type(registered(backend)).__module__, backend, *map(str, words)])
-        if code == 0:
-            return json.loads(printed.getvalue().splitlines()[-1])
+        with suppress(Exception), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            return measure.carried_out(measure._request(task, backend, words))
     return in_own_process(task, backend, words, doing=doing, timeout_s=timeout_s)

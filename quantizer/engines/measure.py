@@ -1,20 +1,19 @@
 """Measurements of engines: interleaved latency, peak memory, and trial builds in a separate process.
 
-``python -m quantizer.engines.measure memory|trial MODULE BACKEND ...`` runs in a fresh process, because a peak of
-memory never falls and a build may crash or hang.
+``python -m quantizer.engines.measure`` serves a ``Worker``: memory is measured in a fresh process, because its peak
+never falls, and trial builds have a process of their own, because they may crash or hang.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import resource
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from math import prod
@@ -29,39 +28,66 @@ from quantizer.engines.base import USUAL_SIZES, Array, BuildOptions, BuildResult
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.export.qdq.onnx_file import TensorSpec
 from quantizer.plan.targets import profile
-from quantizer.utils.child_process import child_environment, python_command
 from quantizer.utils.cpu import built_here, note_digests
 from quantizer.utils.lazy import import_library
+from quantizer.utils.worker import Worker, serve
+
+_KEPT: ContextVar[Worker | None] = ContextVar("_KEPT", default=None)
+"""The process for trial builds, inside ``trial_process``."""
 
 
-def in_own_process(task: str, backend: str, words: Sequence[object], *, doing: str, timeout_s: float) -> Any:
-    """Run a task of ``_TASKS`` in a fresh process, and return its result.
+@contextmanager
+def trial_process(backends: Iterable[str] = ()) -> Iterator[None]:
+    """Keep one process for all trial builds in the block, and end it with the block.
 
-    ``doing`` names the task in messages. The process reads from stdin which native code this process has built.
+    It starts at once, and imports the libraries of ``backends`` while this process does other work.
     """
-    command = python_command("quantizer.engines.measure", task, type(registered(backend)).__module__, backend, *words)
-    try:
-        completed = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            input=json.dumps(built_here()),
-            env=child_environment(),
-        )
-    except OSError as error:
-        raise EngineError(f"{doing} failed: its process cannot start ({error.strerror or error})") from error
-    except subprocess.TimeoutExpired as error:
-        raise EngineError(f"{doing} took more than {timeout_s:g} s") from error
-    if completed.returncode < 0:
-        raise EngineError(
-            f"{doing} crashed: {signal.strsignal(-completed.returncode)} (signal {-completed.returncode})"
-        )
-    if completed.returncode != 0:
-        lines = completed.stderr.strip().splitlines() or [f"exit status {completed.returncode}"]
-        raise EngineError(f"{doing} failed: {lines[-1]}")
-    return json.loads(completed.stdout.strip().splitlines()[-1])
+    with Worker(__name__) as worker:
+        for name in backends:
+            # If it cannot start, the first trial says so.
+            with suppress(OSError):
+                worker.tell(_request("prepare", name, ()))
+        token = _KEPT.set(worker)
+        try:
+            yield
+        finally:
+            _KEPT.reset(token)
+
+
+def in_own_process(task: str, backend: str, words: Sequence[Any], *, doing: str, timeout_s: float) -> Any:
+    """Run a task of ``_TASKS`` in another process, and return its result.
+
+    Trial builds share the process of ``trial_process``, if there is one; every other task has a fresh process.
+
+    Args:
+        task: the task.
+        backend: name of the backend.
+        words: its other arguments, values for JSON.
+        doing: the name of the task in messages.
+        timeout_s: time limit in seconds.
+
+    Raises:
+        EngineError: the task failed, took too long, or crashed its process.
+    """
+    request, kept = _request(task, backend, words), _KEPT.get()
+    if kept is not None and task == "trial":
+        return kept.ask(request, doing=doing, timeout_s=timeout_s)
+    with Worker(__name__) as worker:
+        return worker.ask(request, doing=doing, timeout_s=timeout_s)
+
+
+def _request(task: str, backend: str, words: Sequence[Any]) -> dict[str, Any]:
+    """Return a request for ``carried_out``, with the native code that this process has built and trusts."""
+    module = type(registered(backend)).__module__
+    return {"task": task, "module": module, "backend": backend, "words": [*words], "native": built_here()}
+
+
+def carried_out(request: Mapping[str, Any]) -> Any:
+    """Carry out a request of ``in_own_process`` in this process."""
+    note_digests(request["native"])
+    # Importing its module registers a backend of another package.
+    import_module(request["module"])
+    return _TASKS[request["task"]](request["backend"], *request["words"])
 
 
 _MIN_ROUNDS = 3
@@ -147,7 +173,7 @@ def peak_memory_mib(
     Raises:
         EngineError: unknown backend; the engine does not load or run, or exceeds ``timeout_s``.
     """
-    words = (path, threads, json.dumps(asdict(sizes)))
+    words = (str(path), threads, asdict(sizes))
     doing = f"measuring the memory of {path}"
     return PeakMemory(**in_own_process("memory", backend, words, doing=doing, timeout_s=timeout_s))
 
@@ -209,14 +235,12 @@ def peak_rss_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def _measured_memory(backend: str, path: str, threads: str, sizes: str) -> dict[str, Any]:
-    library = profile(backend).library
-    if library is not None:
-        import_library(backend, library)
+def _measured_memory(backend: str, path: str, threads: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    _prepare(backend)
     baseline_mib = peak_rss_mib()
     # A checksum would add to the memory of the engine.
-    engine = load_engine(backend, path, threads=int(threads), verify=False)
-    inputs = working_inputs(engine, InputSizes(**json.loads(sizes)))
+    engine = load_engine(backend, path, threads=threads, verify=False)
+    inputs = working_inputs(engine, InputSizes(**sizes))
     for _ in range(_RUNS):
         engine(inputs)
     return asdict(PeakMemory(peak_mib=peak_rss_mib(), baseline_mib=baseline_mib))
@@ -237,7 +261,7 @@ def tried_build(
     sizes: InputSizes = _TRIAL_SIZES,
     timeout_s: float | None = None,
 ) -> BuildResult:
-    """Build an engine and run it once on generated inputs, in a fresh process.
+    """Build an engine and run it once on generated inputs, in another process.
 
     Args:
         backend: name of the backend.
@@ -255,37 +279,31 @@ def tried_build(
         "compiled": options.compiled,
     }
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    words = (onnx, engine, threads, json.dumps(build_options), json.dumps(asdict(sizes)))
+    words = (str(onnx), str(engine), threads, build_options, asdict(sizes))
     doing = f"building and running {engine.name} for {backend} in a separate process"
     result = in_own_process("trial", backend, words, doing=doing, timeout_s=timeout_s)
     note_digests(result["native"])
     return BuildResult(engine, result["size_bytes"], result["seconds"], tuple(result["warnings"]))
 
 
-def _trial_build(backend: str, onnx: str, engine: str, threads: str, options: str, sizes: str) -> dict[str, Any]:
-    built = build_engine(backend, onnx, engine, BuildOptions(**json.loads(options)))
-    loaded = load_engine(backend, engine, threads=int(threads), verify=False)
-    loaded(working_inputs(loaded, InputSizes(**json.loads(sizes))))
+def _trial_build(
+    backend: str, onnx: str, engine: str, threads: int, options: dict[str, Any], sizes: dict[str, Any]
+) -> dict[str, Any]:
+    built = build_engine(backend, onnx, engine, BuildOptions(**options))
+    loaded = load_engine(backend, engine, threads=threads, verify=False)
+    loaded(working_inputs(loaded, InputSizes(**sizes)))
     return {**asdict(built), "path": str(built.path), "native": built_here()}
 
 
-_TASKS: Mapping[str, Callable[..., dict[str, Any]]] = {"memory": _measured_memory, "trial": _trial_build}
+def _prepare(backend: str) -> None:
+    """Import the library of a backend."""
+    library = profile(backend).library
+    if library is not None:
+        import_library(backend, library)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run a task in this process and print its result as one line of JSON; return 1 after an error message."""
-    task, module, *words = arguments
-    try:
-        # Importing its module registers a backend of another package.
-        import_module(module)
-        result = _TASKS[task](*words)
-    except (QuantizerError, ImportError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 1
-    print(json.dumps(result))
-    return 0
+_TASKS: Mapping[str, Callable[..., Any]] = {"memory": _measured_memory, "trial": _trial_build, "prepare": _prepare}
 
 
 if __name__ == "__main__":
-    note_digests(json.load(sys.stdin))
-    sys.exit(main(sys.argv[1:]))
+    serve(carried_out, (QuantizerError, ImportError))

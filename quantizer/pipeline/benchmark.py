@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -80,12 +81,26 @@ def measure_latency(
     single: Mapping[str, Mapping[str, Engine]],
     reference: str,
     samples: Sequence[Any],
+    fastest_float: Mapping[str, Runnable] = MappingProxyType({}),
 ) -> tuple[Latency, ...]:
     """Return the latency of each engine, the usual size first; with several graphs, also of each graph.
 
     The float model in PyTorch is also timed for ``latency_shapes: all``, or if there is no float engine.
+
+    Args:
+        context: the model and its samples.
+        config: the sizes.
+        graphs: the graphs of the model.
+        engines: the engines, ``float`` and ``engine``.
+        single: their engines by graph.
+        reference: the name of the float engine, to which speed-ups are relative.
+        samples: samples for the batches.
+        fastest_float: a faster float engine of another backend by its name; then speed-ups are relative to it.
     """
     models = {name: graphs.timed(form) for name, form in engines.items()}
+    for name, form in fastest_float.items():
+        models = {**models, "float": graphs.timed(form), reference: models["float"]}
+        reference = name
     with_pytorch = config.report.latency_shapes == "all"
     if "float" not in engines:
         models, reference = {"float": graphs.timed(context.model), **models}, PYTORCH

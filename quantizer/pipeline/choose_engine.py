@@ -60,12 +60,14 @@ class PickedBackend:
         quantizer: its quantizer, from the same calibration; None if nothing is quantized.
         choice: the record of all candidates.
         engines: the engines of the backend: float, and quantized without a fallback.
+        fastest_float: the fastest float engine of all backends by its name, unless it is the one of ``engines``.
     """
 
     config: RunConfig
     quantizer: Quantizer | None
     choice: EngineChoice
     engines: RunEngines
+    fastest_float: Mapping[str, Runnable]
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,9 @@ def pick_backend(
             both.float_name = plain.variant.name
             both.adopt("float", plain.made)
         both.adopt("engine", low.made)
-    return PickedBackend(config, used, choice, both)
+        rivals = _fastest_float(choice, correct) if plain is not None else {}
+        rivals.pop(both.float_name, None)
+    return PickedBackend(config, used, choice, both, rivals)
 
 
 def _time(
@@ -330,6 +334,12 @@ class _CandidateBuilder:
             export_quantized(self.quantizers[key], graphs, proxy, files, opset)
             self._frozen[key] = proxy
         return self._frozen[key], files
+
+
+def _fastest_float(choice: EngineChoice, correct: Mapping[str, _Checked]) -> dict[str, Runnable]:
+    """Return the fastest float engine of all backends by its name; empty without one."""
+    found = next((entry for entry in choice.candidates if entry.is_float and entry.milliseconds), None)
+    return {} if found is None else {found.name: correct[found.name].runs}
 
 
 def _called(batch: Batch, runs: Runnable) -> object:

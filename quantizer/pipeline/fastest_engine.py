@@ -30,7 +30,7 @@ from quantizer.pipeline.context import engine_inputs
 from quantizer.plan.targets import profile
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine, text
-from quantizer.report.record import Candidate, EngineChoice
+from quantizer.report.record import TIE, Candidate, EngineChoice
 from quantizer.settings import settings_of
 from quantizer.tasks import Batch
 from quantizer.utils.cpu import cpu_flags, saturates
@@ -53,9 +53,6 @@ It loses less accuracy, which counts under a budget, but is at most 3% faster th
 
 SLOW = 1.5
 """Slowdown from which a candidate is not timed at further sizes."""
-
-_TIE = 1.03
-"""Ratio of latencies below which noise would decide; then the first candidate wins."""
 
 _INT8_FLAGS = frozenset({"avx2", "amx_int8", "asimddp", "i8mm"})
 
@@ -112,7 +109,7 @@ def _without_noise(ran: list[Candidate], tried: Callable[[Candidate], int]) -> l
 
 
 def _is_tied(best: Candidate, other: Candidate) -> bool:
-    return other.format == best.format and other.times_of(best) < _TIE
+    return other.format == best.format and other.times_of(best) < TIE
 
 
 def slow_ones(candidates: Sequence[Candidate]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.engines import BuildResult, Inspection, runs_here
 from quantizer.pipeline.compare_outputs import OnlySizes, OutputCheck, References, Tolerance, distances_of, tolerance
-from quantizer.pipeline.context import RunContext, RunExamples
+from quantizer.pipeline.context import RunContext, RunExamples, Runnable
 from quantizer.pipeline.latency_fallback import RunLatencyFallback
 from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.open_axes import is_in_parts
@@ -48,6 +48,7 @@ class Job:
         converts: the job belongs to a conversion, which has one job per backend.
         work: the model, the samples and the scores.
         fixed: sentences about sizes that the model fixes.
+        fastest_float: the fastest float engine by its name, where another backend than that of the run has it.
         alone: sentences about the sizes that an engine is limited to, by engine name.
         refused: the reason why an engine is not delivered, by engine name.
         references: PyTorch's outputs at several sizes, by graph.
@@ -75,6 +76,7 @@ class Job:
     fixed: tuple[str, ...] = ()
     batches: list[Batch] = field(default_factory=list)
     choice: EngineChoice | None = None
+    fastest_float: Mapping[str, Runnable] = field(default_factory=dict)
     proxy: nn.Module | None = None
     forms: dict[str, nn.Module] = field(default_factory=dict)
     training: TrainingResult | None = None

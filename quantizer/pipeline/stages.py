@@ -8,7 +8,7 @@ need the machine to themselves and run in the first process only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,8 @@ from torch import nn
 
 from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.config import AmpConfig, RunConfig, dump_yaml
+from quantizer.engines.for_this_cpu import cpu_candidates
+from quantizer.engines.measure import trial_process
 from quantizer.errors import EngineError
 from quantizer.pipeline.benchmark import build_options, measure_latency, measure_memory
 from quantizer.pipeline.choose_engine import PickedBackend, pick_backend
@@ -64,10 +66,13 @@ Value = TypeVar("Value")
 
 def carry_out(job: Job) -> RunRecord | None:
     """Run all stages of a job, and return its record; None in all processes but the first."""
-    for stage in TOGETHER:
-        if stage.wanted(job.config):
-            with stage.named():
-                stage.run(job)
+    # The process for trial builds imports its libraries while the model is loaded and calibrated.
+    trials = trial_process(cpu_candidates(job.among)[0]) if job.among is not None and get_rank() == 0 else nullcontext()
+    with trials:
+        for stage in TOGETHER:
+            if stage.wanted(job.config):
+                with stage.named():
+                    stage.run(job)
     if get_rank() != 0:
         return None
     with alone():
@@ -138,6 +143,7 @@ def choose_engine(job: Job) -> None:
     values = from_first_rank(choose, Any)
     if picked:
         job.config, job.choice, job.engines = picked[0].config, picked[0].choice, picked[0].engines
+        job.fastest_float = picked[0].fastest_float
         if picked[0].quantizer is not None:
             job.quantizer = picked[0].quantizer
     else:
@@ -384,7 +390,8 @@ def benchmark(job: Job) -> None:
     if job.alone:
         # A fixed-shape engine has a model for the usual size.
         config = config.model_copy(update={"report": config.report.model_copy(update={"latency_shapes": "usual"})})
-    job.latencies = measure_latency(context, config, job.graphs, loaded, single, name, job.samples)
+    rival = {} if job.alone or job.graphs.several or "float" not in loaded else job.fastest_float
+    job.latencies = measure_latency(context, config, job.graphs, loaded, single, name, job.samples, rival)
     # A ratio needs both engines.
     if config.quantize and not job.graphs.several:
         job.memory = measure_memory(context, config, job.built)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -41,15 +42,20 @@ from quantizer.utils.files import Store, scratch
 from quantizer.utils.lazy import import_library
 from quantizer.utils.sizes import DataSizes
 
-_ROUNDS, _SECONDS = 15, 20.0
-_RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 10.0
+_ROUNDS, _SECONDS = 15, 6.0
+"""Interleaved rounds for the latency of two engines, and a time limit in seconds."""
+
+_RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 2.0
 """Number of runs for the median time of a layer, its minimum, and a time limit in seconds."""
 
-_MEASUREMENTS, _MEASUREMENTS_S = 2, 20.0
+_MEASUREMENTS, _MEASUREMENTS_S = 2, 5.0
 """Number of measurements, of which the lower one counts, and the seconds after which no other begins."""
 
 _LEAST_GAIN = 1.02
-"""Minimum measured speed-up of a plan that keeps groups in float for latency."""
+"""Minimum speed-up, predicted and measured, of a plan that keeps groups in float for latency."""
+
+_CHANCE = 0.05
+"""Largest probability that as many rounds favour a plan by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +123,14 @@ class Timing:
         return lowest
 
     def latencies(self, paths: Mapping[str, Path]) -> dict[str, float]:
-        """Return the median latency of each engine in microseconds, interleaved, on generated inputs."""
+        """Return the median latency of each engine in microseconds; see ``seconds``."""
+        return {name: 1e6 * seconds for name, seconds in medians(self.seconds(paths)).items()}
+
+    def seconds(self, paths: Mapping[str, Path]) -> dict[str, list[float]]:
+        """Return the seconds of each engine in interleaved rounds, on generated inputs."""
         engines = {name: self.load(path) for name, path in paths.items()}
         calls = {name: partial(engine, working_inputs(engine, self.sizes)) for name, engine in engines.items()}
-        seconds_of = medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS))
-        return {name: 1e6 * seconds for name, seconds in seconds_of.items()}
+        return interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS)
 
 
 def time_groups_of(
@@ -143,9 +152,18 @@ def time_groups_of(
 
 
 def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
-    """Return whether the engine ``placed`` is faster than ``low`` by more than noise."""
-    latency = timing.latencies({"placed": placed.engine, "low": low.engine})
-    return latency["low"] >= _LEAST_GAIN * latency["placed"]
+    """Return whether the engine ``placed`` is faster than ``low`` by 2% or more, and significantly.
+
+    A sign test over the interleaved rounds decides whether noise may be the reason.
+    """
+    seconds = timing.seconds({"placed": placed.engine, "low": low.engine})
+    ratios = [before / after for before, after in zip(seconds["low"], seconds["placed"], strict=True)]
+    return median(ratios) >= _LEAST_GAIN and _by_chance(sum(ratio > 1 for ratio in ratios), len(ratios)) <= _CHANCE
+
+
+def _by_chance(wins: int, rounds: int) -> float:
+    """Return the probability of at least this many wins in fair rounds."""
+    return sum(math.comb(rounds, count) for count in range(wins, rounds + 1)) / 2**rounds
 
 
 def _key(what: str, low: EngineFiles, plain: EngineFiles, timing: Timing) -> list[str]:
@@ -202,10 +220,6 @@ def _values(onnx: Any, tensor: Any, known: dict[float, int]) -> str:
     return ""
 
 
-_WORTH_A_TRIAL = 1.01
-"""Minimum predicted speed-up for a trial: half of the required measured gain."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class GroupTimer:
     """Measurement of the latency costs of a plan's groups in the engines of its backend.
@@ -245,7 +259,7 @@ class GroupTimer:
             return latency_costs
         number = len(latency_costs.slower())
         summary = f"{counted(number, 'group')} {'is' if number == 1 else 'are'} slower in {quantizer.config.dtype}"
-        if latency_costs.low_us < _WORTH_A_TRIAL * latency_costs.time_us(latency_costs.slower()):
+        if latency_costs.low_us < _LEAST_GAIN * latency_costs.time_us(latency_costs.slower()):
             faster, decision = False, f", but too little to keep {'it' if number == 1 else 'them'} in float"
         else:
             key = _key("faster without the slower groups", low, plain, self.timing)

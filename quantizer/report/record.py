@@ -264,6 +264,9 @@ class EngineChoice(Record):
     """Candidates whose library is not installed, with the command that installs it."""
 
 
+TIE = 1.03
+"""Ratio of latencies below which noise may decide which engine is faster."""
+
 ALIKE_DB = 30.0
 """An engine whose output has at least this SQNR in dB against its proxy is correct."""
 

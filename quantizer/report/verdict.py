@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from quantizer.plan.reasons import counted
 from quantizer.report import text
-from quantizer.report.record import ALIKE_DB, FURTHER_DB, LatencyFallback, OutputDistance, RunRecord, reference_words
+from quantizer.report.record import (
+    ALIKE_DB,
+    FURTHER_DB,
+    TIE,
+    LatencyFallback,
+    OutputDistance,
+    RunRecord,
+    reference_words,
+)
 from quantizer.report.tables import multiply_add_share
 from quantizer.report.text import (
     decibels,
@@ -32,12 +40,11 @@ _DB, _FEW_DB = 20.0, 10.0
 
 THRESHOLDS = (
     f"Usable: the score loses at most {_LOSS:.0%} of the float score. Check: it loses at most {_GREAT_LOSS:.0%}, or "
-    f"its "
-    f"loss is not significant. Without a score, each output needs an SQNR of {_DB:g} dB to be usable, and of "
-    f"{_FEW_DB:g} dB to be checked. The quantized engine must be faster than the float engine. Its outputs need an "
-    f"SQNR of {ALIKE_DB:g} dB against the quantized model in PyTorch, or may be at most {FURTHER_DB:g} dB further from "
-    "the float model, at each compared size; otherwise the engine is refused. A configured budget or speed must be "
-    "met; a budget that is missed within noise needs a check."
+    f"its loss is not significant. Without a score, each output needs an SQNR of {_DB:g} dB to be usable, and of "
+    f"{_FEW_DB:g} dB to be checked. The quantized engine must be at least {TIE - 1:.0%} faster than the float engine. "
+    f"Its outputs need an SQNR of {ALIKE_DB:g} dB against the quantized model in PyTorch, or may be at most "
+    f"{FURTHER_DB:g} dB further from the float model, at each compared size; otherwise the engine is refused. A "
+    "configured budget or speed must be met; a budget that is missed within noise needs a check."
 )
 
 
@@ -190,18 +197,16 @@ def _judged_speed(record: RunRecord) -> list[tuple[str, str]]:
     if record.speeds is None or record.latency is None:
         return []
     ratio, reference = record.speeds[0].ratio_to_float, reference_words(record.latency)
-    if ratio < 1:
+    if ratio < TIE:
         # Conversions and encoder-decoder models have no float.engine beside the quantized one.
         alone = record.engine is not None and record.engine.path != "model.engine"
         run = ("report" in record.config or not record.config) and not alone
         deploy = "; deploy float.engine" if run else "; convert without --quantization"
-        deploy = "" if _float_is_wrong(record) else deploy
-        return [(LOOK, f"the quantized engine is not faster: {ratio:.2f}x as fast as {reference}{deploy}")]
+        of_another = record.engine is not None and not record.latency.reference.startswith(f"{record.engine.backend} ")
+        deploy = "" if _float_is_wrong(record) or of_another else deploy
+        slower = "is not faster" if ratio < 1 / TIE else "is not faster beyond noise"
+        return [(LOOK, f"the quantized engine {slower}: {ratio:.2f}x as fast as {reference}{deploy}")]
     return [(USABLE, f"{ratio:.2f}x as fast as {reference}")]
-
-
-# Ratios within this distance of 1 count as no change, because timings vary as much.
-_SAME = 0.05
 
 
 def verdict(record: RunRecord) -> str:
@@ -222,9 +227,9 @@ def _speed(record: RunRecord) -> list[str]:
     size = text.shape(record.latency.batch, record.latency.sequence, " tokens")
     where = f"on a batch of {size} with {text.counted(record.latency.threads, 'thread')}"
     ratio, reference = record.speeds[0].ratio_to_float, reference_words(record.latency)
-    if ratio >= 1 + _SAME:
+    if ratio >= TIE:
         return [f"The quantized engine runs {ratio:.2f} times as fast as {reference} {where}."]
-    if ratio > 1 - _SAME:
+    if ratio > 1 / TIE:
         return [f"The quantized engine is not faster than {reference}: {ratio:.2f} times its speed {where}."]
     return [f"The quantized engine is slower than {reference}: {ratio:.2f} times its speed {where}."]
 
@@ -243,6 +248,10 @@ def _memory(record: RunRecord) -> list[str]:
     entry, reference = record.peaks
     figures = f"{entry.peak_mib:,.0f} MiB against {reference.peak_mib:,.0f} MiB"
     return [f"Its peak memory is {_compare(entry.ratio, 'lower', 'higher')} ({figures})."]
+
+
+_SAME = 0.05
+"""Ratios of sizes and memory within this distance of 1 count as equal."""
 
 
 def _compare(ratio: float, better: str, worse: str) -> str:

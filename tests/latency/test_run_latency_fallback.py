@@ -15,8 +15,9 @@ import yaml
 import quantizer.pipeline.time_groups as place_groups
 from quantizer.algorithms.sensitivity.latency_costs import GroupLatency, LatencyCosts
 from quantizer.cli.main import main
+from quantizer.engines import InputSizes
 from quantizer.pipeline.latency_fallback import RunLatencyFallback
-from quantizer.pipeline.time_groups import GroupTimer, Timing
+from quantizer.pipeline.time_groups import EngineFiles, GroupTimer, Timing
 from quantizer.report import RunRecord, read_record
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
@@ -55,7 +56,9 @@ def _run(run: dict[str, Any], code: int = 0) -> RunRecord:
 
 def _engines(monkeypatch: pytest.MonkeyPatch, **microseconds: float) -> None:
     """Give the latencies of engines by their names, in microseconds."""
-    monkeypatch.setattr(Timing, "latencies", lambda self, paths: {name: microseconds[name] for name in paths})
+    monkeypatch.setattr(
+        Timing, "seconds", lambda self, paths: {name: [1e-6 * microseconds[name]] * 15 for name in paths}
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,24 @@ def test_slower_groups_fall_back_where_the_engine_is_faster(
     reasons = [row.reason for row in record.coverage if row.reason.startswith("slower in low precision")]
     # The group is the input of three linears.
     assert len(reasons) == 3 * back
+
+
+@pytest.mark.parametrize(
+    ("ratios", "faster"),
+    [
+        ([1.03] * 15, True),
+        ([1.03] * 12 + [0.97] * 3, True),
+        # The median is above the limit, but chance may have made it so.
+        ([1.03] * 10 + [0.97] * 5, False),
+        ([1.5] * 4, False),
+        ([1.015] * 15, False),
+    ],
+)
+def test_only_a_significant_gain_is_one(monkeypatch: pytest.MonkeyPatch, ratios: list[float], faster: bool) -> None:
+    seconds = {"placed": [1e-3] * len(ratios), "low": [1e-3 * ratio for ratio in ratios]}
+    monkeypatch.setattr(Timing, "seconds", lambda self, paths: seconds)
+    files = EngineFiles(onnx=Path("a.onnx"), engine=Path("a.engine"))
+    assert place_groups.is_faster(files, files, Timing(backend="openvino", sizes=InputSizes(), threads=1)) is faster
 
 
 def test_groups_that_are_hardly_slower_stay(
@@ -103,13 +124,13 @@ def test_a_trial_is_built_for_the_chosen_backend(monkeypatch: pytest.MonkeyPatch
 def test_a_speed_that_is_reached_at_the_second_engine(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
 
-    def latencies(self: Timing, paths: dict[str, Path]) -> dict[str, float]:
+    def seconds(self: Timing, paths: dict[str, Path]) -> dict[str, list[float]]:
         if "placed" in paths:
-            return {"placed": 1000.0, "low": 1000.0}
+            return {"placed": [1e-3], "low": [1e-3]}
         taken.append(0)
-        return {"engine": 2400.0 if len(taken) == 1 else 1900.0, "float": 4000.0}
+        return {"engine": [2.4e-3 if len(taken) == 1 else 1.9e-3], "float": [4e-3]}
 
-    monkeypatch.setattr(Timing, "latencies", latencies)
+    monkeypatch.setattr(Timing, "seconds", seconds)
     record = _run({**asked, "amp": {"batches": 1}, "fallback": {"min_speedup": 2.0}})
     assert record.latency_fallback is not None
     assert record.fallback is not None

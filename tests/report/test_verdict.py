@@ -209,6 +209,14 @@ def test_an_engine_that_is_no_faster() -> None:
     )
 
 
+@pytest.mark.parametrize(("milliseconds", "level"), [(1.98, "check"), (2.02, "check"), (1.9, "usable")])
+def test_a_difference_within_noise_is_no_gain(milliseconds: float, level: str) -> None:
+    record = bare_record(outputs=(_output(),), engine=ENGINE, latency=_latency(float=2.0, engine=milliseconds))
+    verdict = verdict_of(record)
+    assert verdict.level == level
+    assert ("is not faster beyond noise" in str(verdict)) == (level == "check")
+
+
 @pytest.mark.parametrize(("apart", "level"), [(22.0, "check"), (9.9, "do not use"), (-1.3, "do not use")])
 def test_an_engine_that_is_not_its_proxy(apart: float, level: str) -> None:
     verdict = verdict_of(bare_record(outputs=(_output(sqnr_db=21.0, engine_to_proxy_db=apart),), **FAST))

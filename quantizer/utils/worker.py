@@ -1,0 +1,166 @@
+"""A child process that carries out requests which may crash or hang, and stays for the next one.
+
+Imports of the libraries take longer than many a request, so the process stays. After a crash or a timeout, the next
+request starts a new one. Requests and replies are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import IO, Any
+
+from quantizer.errors import EngineError
+from quantizer.utils.child_process import child_environment, python_command
+
+_CHUNK = 2**16
+
+
+class Worker:
+    """One child process, which runs ``serve`` of a module; use it in a ``with`` block, or call ``close``."""
+
+    def __init__(self, module: str) -> None:
+        """Prepare a worker without starting its process.
+
+        Args:
+            module: the module that the process runs with ``python -m``; it calls ``serve``.
+        """
+        self._module = module
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environment: dict[str, str] = {}
+        self._errors: IO[bytes] | None = None
+
+    def tell(self, request: Any) -> None:
+        """Send a request that has no reply, such as an import; return at once.
+
+        Raises:
+            OSError: the process cannot start.
+        """
+        self._send({"request": request, "replies": False})
+
+    def ask(self, request: Any, *, doing: str, timeout_s: float) -> Any:
+        """Send a request, and return its reply.
+
+        Args:
+            request: a value for JSON.
+            doing: the name of the request in messages.
+            timeout_s: time limit in seconds.
+
+        Raises:
+            EngineError: the request failed, took too long, or crashed the process.
+        """
+        try:
+            process = self._send({"request": request, "replies": True})
+            reply = _line(process, timeout_s)
+        except TimeoutError as error:
+            self.close()
+            raise EngineError(f"{doing} took more than {timeout_s:g} s") from error
+        except OSError as error:
+            self.close()
+            raise EngineError(f"{doing} failed: its process cannot start ({error.strerror or error})") from error
+        except BaseException:
+            # After an interrupt the process may be in the middle of a request.
+            self.close()
+            raise
+        if not reply:
+            raise EngineError(f"{doing} {self._end(process)}")
+        answer = json.loads(reply)
+        if "error" in answer:
+            raise EngineError(f"{doing} failed: {answer['error']}")
+        return answer["result"]
+
+    def close(self) -> None:
+        """End the process, whatever it does; do nothing without one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout, self._errors):
+                if stream is not None:
+                    # Unsent bytes for an ended process cannot be written.
+                    with suppress(OSError):
+                        stream.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _send(self, message: Any) -> subprocess.Popen[bytes]:
+        """Send a line to the process, and return the process; start one if there is none for this environment."""
+        process, environment = self._process, child_environment()
+        if process is None or process.poll() is not None or environment != self._environment:
+            self.close()
+            # Closed with the process. A pipe that nobody reads could fill up.
+            self._environment, self._errors = environment, tempfile.TemporaryFile()  # noqa: SIM115
+            process = self._process = subprocess.Popen(
+                python_command(self._module),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=environment,
+            )
+        assert process.stdin is not None
+        # A process that has ended is noticed when its reply is read.
+        with suppress(BrokenPipeError):
+            process.stdin.write(f"{json.dumps(message)}\n".encode())
+            process.stdin.flush()
+        return process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> str:
+        """Return how a process has ended, in words, and forget the process."""
+        code = process.wait()
+        assert self._errors is not None
+        self._errors.seek(0)
+        printed = self._errors.read().decode(errors="replace").strip().splitlines()
+        self.close()
+        if code < 0:
+            return f"crashed: {signal.strsignal(-code)} (signal {-code})"
+        return f"failed: {printed[-1] if printed else f'exit status {code}'}"
+
+
+def _line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
+    """Return the next line of a process; empty at its end. Raise ``TimeoutError`` if it takes too long."""
+    assert process.stdout is not None
+    descriptor, deadline, received = process.stdout.fileno(), time.monotonic() + timeout_s, b""
+    while not received.endswith(b"\n"):
+        ready, _, _ = select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))
+        if not ready:
+            raise TimeoutError
+        chunk = os.read(descriptor, _CHUNK)
+        if not chunk:
+            return b""
+        received += chunk
+    return received
+
+
+def serve(carry_out: Callable[[Any], Any], failures: tuple[type[BaseException], ...]) -> None:
+    """Carry out the requests of a ``Worker`` until it closes; call it in the module that the worker names.
+
+    Args:
+        carry_out: takes a request and returns a value for JSON.
+        failures: errors that only this request has; any other ends the process with its traceback.
+    """
+    # Libraries print to stdout, which is for replies.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            message = json.loads(line)
+            try:
+                answer = {"result": carry_out(message["request"])}
+            except failures as error:
+                answer = {"error": " ".join(str(error).split())}
+            if message["replies"]:
+                print(json.dumps(answer), file=replies, flush=True)
