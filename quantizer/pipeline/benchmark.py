@@ -128,13 +128,15 @@ def measure_latency(
     return tuple(latencies)
 
 
-def times_of(models: Mapping[str, Runnable], batch: Batch, threads: int) -> dict[str, list[float]]:
+def times_of(
+    models: Mapping[str, Runnable], batch: Batch, threads: int, *, rounds: int = _LATENCY_ROUNDS, warmup: int = 3
+) -> dict[str, list[float]]:
     """Return interleaved latencies in ms of models and engines on one batch, all with the same number of threads."""
     calls = {name: _call(model, batch) for name, model in models.items()}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        seconds = interleaved_latency(calls, rounds=_LATENCY_ROUNDS, seconds=_LATENCY_SECONDS)
+        seconds = interleaved_latency(calls, rounds=rounds, warmup=warmup, seconds=_LATENCY_SECONDS)
     finally:
         torch.set_num_threads(before)
     return {name: [1000 * duration for duration in durations] for name, durations in seconds.items()}

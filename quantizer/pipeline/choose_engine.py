@@ -30,6 +30,7 @@ from quantizer.pipeline.fastest_engine import (
     candidate_line,
     choose,
     failed,
+    mean_time,
     named,
     not_built,
     quantized_of,
@@ -61,6 +62,8 @@ class PickedBackend:
         choice: the record of all candidates.
         engines: the engines of the backend: float, and quantized without a fallback.
         fastest_float: the fastest float engine of all backends by its name, unless it is the one of ``engines``.
+        checks: comparisons of the quantized engine's outputs, by graph.
+        references: PyTorch's float outputs on the batches of the comparisons, by graph.
     """
 
     config: RunConfig
@@ -68,6 +71,8 @@ class PickedBackend:
     choice: EngineChoice
     engines: RunEngines
     fastest_float: Mapping[str, Runnable]
+    checks: Mapping[str, tuple[OutputCheck, ...]]
+    references: Mapping[str, References]
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class _Checked:
     candidate: Candidate
     made: Mapping[str, BuiltEngine]
     runs: Runnable
+    checks: Mapping[str, tuple[OutputCheck, ...]]
 
 
 def chooses(config: RunConfig) -> bool:
@@ -135,6 +141,7 @@ def pick_backend(
         maker = _CandidateBuilder(work, config, calibrated, batches[0], samples, Path(scratch))
         correct, rejected = maker.all(variants)
         shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs)
+        maker.score_fast_ones(correct)
         choice = bound(
             choose([*(entry.candidate for entry in correct.values()), *rejected], shapes, missing),
             lambda candidate: _inspected(context, config, correct[candidate.name]),
@@ -152,7 +159,11 @@ def pick_backend(
         both.adopt("engine", low.made)
         rivals = _fastest_float(choice, correct) if plain is not None else {}
         rivals.pop(both.float_name, None)
-    return PickedBackend(config, used, choice, both, rivals)
+    references = {
+        name: of_graph.of_one(work.graphs.checked_modules(work.context.model)[name])
+        for name, of_graph in maker.references.items()
+    }
+    return PickedBackend(config, used, choice, both, rivals, low.checks, references)
 
 
 def _time(
@@ -164,8 +175,8 @@ def _time(
 ) -> list[str]:
     """Time the candidates at each size, and return the names of the sizes.
 
-    Candidates that fail are moved to ``out``. Candidates that are too slow to win are skipped at the last, largest
-    size.
+    Candidates that fail are moved to ``rejected``. At each size, a few rounds show which candidates are too slow to
+    win; only the others are timed in all rounds. Candidates that are too slow are skipped at the last, largest size.
     """
     shapes: list[str] = []
     for place, batch in enumerate(batches, start=1):
@@ -174,14 +185,27 @@ def _time(
         engines = {name: graphs.timed(entry.runs) for name, entry in correct.items() if name not in skipped}
         if not engines:
             break
-        times, broken = timed(engines, partial(times_of, batch=batch, threads=threads), partial(_called, batch))
+        take, call = partial(times_of, batch=batch, threads=threads), partial(_called, batch)
+        times, broken = timed(engines, partial(take, rounds=_FEW_ROUNDS, warmup=1), call)
+        measured = [replace(correct[name].candidate, milliseconds=(statistics.median(times[name]),)) for name in times]
+        fast = {name: engines[name] for name in times.keys() - slow_ones(measured)}
+        all_rounds, broken_later = timed(fast, take, call)
+        broken |= broken_later
+        times |= all_rounds
         shapes.append(_shape(batch))
         rejected += [failed(correct.pop(name).candidate, why) for name, why in broken.items()]
-        for name in engines.keys() - broken.keys():
+        for name in times.keys() - broken.keys():
             entry = correct[name]
-            milliseconds = (*entry.candidate.milliseconds, statistics.median(times[name]))
-            correct[name] = replace(entry, candidate=replace(entry.candidate, milliseconds=milliseconds))
+            medians = (*entry.candidate.milliseconds, statistics.median(times[name]))
+            correct[name] = replace(entry, candidate=replace(entry.candidate, milliseconds=medians))
     return shapes
+
+
+_SCORED = 1.1
+"""Latency relative to the fastest quantized candidate up to which another one is scored."""
+
+_FEW_ROUNDS = 4
+"""Interleaved rounds that show which candidates are too slow."""
 
 
 def _shape(batch: Batch) -> str:
@@ -212,7 +236,7 @@ class _CandidateBuilder:
         self._scored_rows = work.scored_rows
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
         self._trials = RoughTrials(self._rough, [batch])
-        self._references = {
+        self.references = {
             name: References(batches, apart=work.context.feed.samples_independent)
             for name, batches in work.graphs.checked_on(config, samples).items()
         }
@@ -243,8 +267,23 @@ class _CandidateBuilder:
                 self._context.timer.tell(candidate_line(candidate, names, time.perf_counter() - start))
         return correct, rejected
 
+    def score_fast_ones(self, correct: dict[str, _Checked]) -> None:
+        """Score the quantized candidates that may be chosen; float engines are checked by their outputs only."""
+        low = {name: entry for name, entry in correct.items() if entry.variant.dtype is not None}
+        sizes = max((len(entry.candidate.milliseconds) for entry in low.values()), default=0)
+        timed = {name: entry for name, entry in low.items() if len(entry.candidate.milliseconds) == sizes > 0}
+        best = min((entry.candidate for entry in timed.values()), key=mean_time, default=None)
+        for name, entry in timed.items() if not self._graphs.several else ():
+            if best is None or entry.candidate.times_of(best) > _SCORED:
+                continue
+            # The samples of a function are unknown, so its score cannot be cached.
+            store = self._kept if self._scored_rows is not None else NO_STORE
+            key = ["difference", self._scored_rows, entry.made[self._graphs.names[0]].built.path]
+            difference = store.get(key, partial(self._scoring.difference, name, entry.runs))
+            correct[name] = replace(entry, candidate=replace(entry.candidate, score_difference=difference))
+
     def _tried(self, variant: Variant, candidate: Candidate) -> _Checked:
-        """Export, build, check and score one candidate."""
+        """Export, build and check one candidate."""
         graphs, model = self._graphs, self._context.model
         frozen, files = self._exported(variant)
         engines_of_graph: dict[str, BuiltEngine] = {}
@@ -257,22 +296,18 @@ class _CandidateBuilder:
         bound = tolerance(self._config.report.tolerance, variant.dtype is not None, computed)
         expected, plain = graphs.checked_modules(frozen), graphs.checked_modules(model)
         timed: list[OutputCheck] = []
+        checks_of_graph: dict[str, tuple[OutputCheck, ...]] = {}
         engines = {graph: entry.engine for graph, entry in engines_of_graph.items()}
         for graph, engine in graphs.checked_as(engines).items():
-            names, references = engine.output_names, self._references[graph]
+            names, references = engine.output_names, self.references[graph]
             checks = check_engine(
                 engine, references.of(expected[graph], names), references.of(plain[graph], names), bound
             )
             # Only the timed size, which is the first: at others, texts may be longer than all calibration samples.
             timed += [check for check in checks if check.size == checks[0].size]
-        runs, difference = graphs.assembled(engines), None
-        if not graphs.several:
-            # The samples of a function are unknown, so its score cannot be cached.
-            store = self._kept if self._scored_rows is not None else NO_STORE
-            key = ["difference", self._scored_rows, engines_of_graph[graphs.names[0]].built.path]
-            difference = store.get(key, partial(self._scoring.difference, variant.name, runs))
-        measured = replace(candidate, sqnr_db=far_from_float(timed), score_difference=difference)
-        return _Checked(variant, measured, engines_of_graph, runs)
+            checks_of_graph[graph] = tuple(checks)
+        measured = replace(candidate, sqnr_db=far_from_float(timed))
+        return _Checked(variant, measured, engines_of_graph, graphs.assembled(engines), checks_of_graph)
 
     def _built(self, variant: Variant, onnx: Path, path: Path, graph: str) -> tuple[BuildResult, Engine]:
         config, name = self._config, variant.backend

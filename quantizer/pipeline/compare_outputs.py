@@ -247,6 +247,12 @@ class References:
         self._apart = apart
         self._found: dict[tuple[nn.Module, tuple[str, ...]], list[Reference]] = {}
 
+    def of_one(self, model: nn.Module) -> References:
+        """Return references on the same batches that keep the known outputs of one model only, to free the others."""
+        other = References(self._batches, apart=self._apart)
+        other._found = {key: found for key, found in self._found.items() if key[0] is model}
+        return other
+
     def of(self, model: nn.Module, names: Sequence[str]) -> list[Reference]:
         """Return the outputs of a model, with the output names of its engines."""
         key = model, tuple(names)

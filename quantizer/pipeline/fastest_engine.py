@@ -51,7 +51,7 @@ NO_FASTER = "no faster than int8"
 It loses less accuracy, which counts under a budget, but is at most 3% faster than the engine with static ranges.
 """
 
-SLOW = 1.5
+SLOW = 1.3
 """Slowdown from which a candidate is not timed at further sizes."""
 
 _INT8_FLAGS = frozenset({"avx2", "amx_int8", "asimddp", "i8mm"})
@@ -71,7 +71,9 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
         shapes: the names of the sizes.
         missing: packages that are not installed.
     """
-    ran = sorted((candidate for candidate in candidates if len(candidate.milliseconds) == len(shapes) > 0), key=_time)
+    ran = sorted(
+        (candidate for candidate in candidates if len(candidate.milliseconds) == len(shapes) > 0), key=mean_time
+    )
     slow = [candidate for candidate in candidates if 0 < len(candidate.milliseconds) < len(shapes)]
     failures = [candidate for candidate in candidates if not candidate.milliseconds]
     if not ran:
@@ -117,7 +119,7 @@ def slow_ones(candidates: Sequence[Candidate]) -> set[str]:
     slow = set()
     for is_float in (True, False):
         kind = [entry for entry in candidates if entry.is_float is is_float and entry.milliseconds]
-        best = min(kind, key=_time, default=None)
+        best = min(kind, key=mean_time, default=None)
         slow |= {entry.name for entry in kind if best is not None and entry.times_of(best) >= SLOW}
     return slow
 
@@ -189,7 +191,7 @@ def failed(candidate: Candidate, why: object) -> Candidate:
     return replace(candidate, milliseconds=(), verdict=f"failed: {why}")
 
 
-def _time(candidate: Candidate) -> float:
+def mean_time(candidate: Candidate) -> float:
     """Return the geometric mean of the latencies; ratios of such means do not depend on a reference."""
     return math.exp(sum(map(math.log, candidate.milliseconds)) / len(candidate.milliseconds))
 
@@ -291,7 +293,7 @@ def quantizer_of(config: RunConfig, calibrated: Calibrated) -> Quantizer:
 _FAR = 1.5
 """Slowdown for backends about which a rough plan says less."""
 
-_ROUNDS, _SECONDS = 15, 10.0
+_ROUNDS, _SECONDS = 6, 5.0
 """Interleaved rounds of all engines at each size, and a time limit in seconds, which reduces the rounds of slow
 ones.
 """

@@ -188,6 +188,11 @@ class Outline:
         return is_in_parts(self.config)
 
     @property
+    def scored_by_choice(self) -> bool:
+        """True if the choice of an engine scores the float model and the quantized engine."""
+        return self.chooses and self.config.quantize and not self.writes
+
+    @property
     def searches(self) -> bool:
         """True if a search keeps groups in float until the score meets a budget."""
         return self.config.fallback is not None and self.config.fallback.max_drop is not None

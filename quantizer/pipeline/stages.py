@@ -143,7 +143,10 @@ def choose_engine(job: Job) -> None:
     values = from_first_rank(choose, Any)
     if picked:
         job.config, job.choice, job.engines = picked[0].config, picked[0].choice, picked[0].engines
-        job.fastest_float = picked[0].fastest_float
+        job.fastest_float, job.references = picked[0].fastest_float, dict(picked[0].references)
+        if not job.graphs.several and job.config.qat is None:
+            # Without a fallback, the engine and its plan stay as they were compared.
+            job.checks, job.compared = dict(picked[0].checks), job.engines.built["engine"]
         if picked[0].quantizer is not None:
             job.quantizer = picked[0].quantizer
     else:
@@ -256,9 +259,11 @@ def compare(job: Job) -> None:
     job.refused.pop("engine", None)
     with job.timer("compare the outputs"):
         batches = job.graphs.checked_on(job.config, job.samples)
-        job.references = {
-            name: References(graph_batches, apart=feed.samples_independent) for name, graph_batches in batches.items()
-        }
+        if not job.references or job.training is not None:
+            # Training changes the float model.
+            job.references = {
+                name: References(of_graph, apart=feed.samples_independent) for name, of_graph in batches.items()
+            }
         try:
             if job.engines.runs_here:
                 job.checks = _checked_engine(job, "engine", job.frozen, job.tolerance(quantized=job.config.quantize))
@@ -482,7 +487,7 @@ def _builds(of: Outline) -> Iterator[str]:
 def _scores_models(of: Outline) -> Iterator[str]:
     if of.scored:
         forms = ["proxy"] if of.config.qat is None else ["ptq", "qat"]
-        floats = () if of.chooses or of.by_function else ("float",)
+        floats = () if of.scored_by_choice or of.by_function else ("float",)
         yield from (f"score the {form}" for form in (*floats, *(forms if of.config.quantize else ())))
 
 
@@ -491,7 +496,7 @@ def _inspects(_: Outline) -> Iterator[str]:
 
 
 def _scores_engine(of: Outline) -> Iterator[str]:
-    if of.scored and of.here and (of.changed or not of.chooses):
+    if of.scored and of.here and (of.changed or not of.scored_by_choice):
         yield "score the engine"
     if of.writes:
         yield "compare the generated texts"

@@ -163,7 +163,7 @@ def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
 
 def _by_chance(wins: int, rounds: int) -> float:
     """Return the probability of at least this many wins in fair rounds."""
-    return sum(math.comb(rounds, count) for count in range(wins, rounds + 1)) / 2**rounds
+    return sum(math.comb(rounds, count) for count in range(wins, rounds + 1)) * 0.5**rounds
 
 
 def _key(what: str, low: EngineFiles, plain: EngineFiles, timing: Timing) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 from quantizer.pipeline import load
 from quantizer.report import read_record
+from quantizer.report.record import Candidate
 
 OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
 TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
@@ -79,7 +81,8 @@ def test_the_run_goes_on_with_the_fastest(
     assert [one.name for one in record.choice.candidates] == sorted(TIMES, key=lambda name: TIMES[name])
     assert all(one.sqnr_db for one in record.choice.candidates)
     chosen, *_, plain = record.choice.candidates
-    assert plain.score_difference == 0
+    # The outputs of a float engine say enough.
+    assert plain.score_difference is None
     assert chosen.score_difference == record.scores[-1].difference
     # Outputs are compared at other sizes too, and further from float there.
     timed = next(one for one in record.outputs if f"{one.batch} x {one.sequence}" == record.choice.shapes[0])
@@ -168,8 +171,31 @@ def test_a_stopped_choice_goes_on(
     assert names[:2] == first
     record = read_record(at / "done" / "report.json")
     assert {one.name for one in record.choice.candidates} == set(TIMES)
-    assert all(one.score_difference is not None for one in record.choice.candidates)
+    assert record.choice.candidates[0].score_difference is not None
     assert not (at / "done.engines").exists()
+
+
+def test_slow_candidates_are_timed_in_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"a float32": 2.0, "b float32": 3.0, "a int8": 1.0, "b int8": 1.25, "c int8": 1.4}
+    asked: list[tuple[int, set[str]]] = []
+
+    def taken(calls: Mapping[str, Any], *, rounds: int, **_: float) -> dict[str, list[float]]:
+        asked.append((rounds, {*calls}))
+        return {name: [times[name] / 1000] for name in calls}
+
+    monkeypatch.setattr(run_measure, "interleaved_latency", taken)
+    correct = {}
+    for name in times:
+        backend, form = name.split()
+        variant = Variant(backend=backend, dtype=None if form == "float32" else form)
+        correct[name] = pick._Checked(variant, Candidate(backend=backend, format=form), {}, lambda _: {}, {})
+    graphs: Any = SimpleNamespace(timed=lambda _: torch.nn.Identity())
+    shapes = pick._time(correct, [], [{"x": torch.zeros(4, 3)}], 1, graphs)
+    assert shapes == ["batch 4"]
+    assert asked == [(4, {*times}), (15, {"a float32", "a int8", "b int8"})]
+    assert {name: entry.candidate.milliseconds for name, entry in correct.items()} == {
+        name: (time,) for name, time in times.items()
+    }
 
 
 def test_in_a_notebook_it_is_an_engine_for_this_cpu() -> None:
