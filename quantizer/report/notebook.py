@@ -153,11 +153,13 @@ def _coverage_title(coverage: Coverage) -> str:
 
 def _left_out(coverage: Coverage) -> str:
     """Return the number of omitted rows, and how to show them, as the end of the title."""
-    never = sum(not row.ran for row in coverage)
+    never = sum(not row.ran and not row.quiet for row in coverage)
+    branches = sum(not row.ran and row.quiet for row in coverage)
     quiet = Counter(row.kind for row in coverage if row.quiet and row.ran)
     adds, tables = quiet["residual_add"], quiet["embedding"]
     counts = [
         *([counted(never, "site") + " that never ran"] if never else []),
+        *([counted(branches, "site") + " in other branches of torch's code"] if branches else []),
         *(
             [f"{counted(adds, 'addition')} that {'is no residual add' if adds == 1 else 'are no residual adds'}"]
             if adds
