@@ -72,6 +72,8 @@ def unquantized_products(
         if reason is None:
             assert product.site is not None
             reason, detail = _reason_of_site(product.site, plan, fallback_sites), plan[product.site].reason
+            if detail == reason.value:
+                detail = plan[product.site].rule or ""
         rows.append(
             UnquantizedProduct(
                 path=product.path,

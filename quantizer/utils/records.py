@@ -48,7 +48,8 @@ class Layer:
     memory layout), ``move`` (moves values unchanged), ``addition``, ``normalization``; empty for others."""
     precision: str = "unknown"
     """The precision of its computation: ``int8``, ``fp8``, ``int4``, ``fp16``, ``bf16``, ``fp32``; ``index`` for
-    integers and booleans that are not data, ``unknown`` if the engine does not report it."""
+    integers and booleans that are no quantized values, such as indices, token numbers and shapes (``indices`` in
+    tables); ``unknown`` if the engine does not report it."""
     writes: str = "unknown"
     """The type of its first output, in the same words."""
     nodes: tuple[str, ...] = ()
@@ -353,7 +354,8 @@ class UnquantizedProduct(Record):
     reason: str
     """The reason, from a fixed list, such as ``excluded by rule``."""
     detail: str = ""
-    """The evidence: the calling function and line, the type of the operands, or the reason of the site."""
+    """The evidence: the calling function and line, the type of the operands, the rule, or the reason of the site; empty
+    if the reason says it all."""
 
 
 @dataclass(frozen=True, kw_only=True)
