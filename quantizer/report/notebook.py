@@ -99,14 +99,17 @@ def text(shown: Shown, limit: int | None) -> str:
 
 
 def run_coverage(record: RunRecord, width: int) -> str:
-    """Return the coverage of a run as text of the given width: counts by kind, and the sites that are not quantized."""
+    """Return the coverage of a run as text of the given width.
+
+    It has the counts by kind, the sites that are not quantized, and the matrix multiplications outside of sites.
+    """
     sites = [site for site in record.coverage if not site.quantized]
     words = unquantized_words(record.coverage) or "all sites are quantized"
     tables = [(replace(kinds_table(record.coverage), title=""), "plain")]
     if sites:
         tables.append((replace(coverage_table(sites, mixed=False), title="sites that are not quantized"), "shortened"))
-    if record.not_quantized:
-        tables.append((products_table(record.not_quantized, page=False), "shortened"))
+    if outside := [product for product in record.not_quantized if product.site is None]:
+        tables.append((products_table(outside, page=False), "shortened"))
     parts = (_fitted(table, None, layout, width) for table, layout in tables)
     return "\n\n".join(["\n".join(wrapped(words, min(width, _WIDTH))), *parts])
 
