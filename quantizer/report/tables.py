@@ -158,6 +158,7 @@ class Table:
             # Labels of rows: rich would shrink them to nothing beside many numbers.
             longest = max((len(_words(self.columns[0], row[0])) for row in self.cells()[:limit]), default=0)
             table.columns[0].min_width = min(longest, _LEAST_NAME)
+            table.columns[0].no_wrap |= longest <= _LEAST_NAME
         for row in self.cells()[:limit]:
             table.add_row(*(_text_cell(column, value) for column, value in zip(self.columns, row, strict=True)))
         return table

@@ -34,6 +34,8 @@ from quantizer.utils.records import BudgetOutcome, Diagnosis, FallbackRecord, In
 _STYLES = {USABLE: "green", LOOK: "yellow", NOT: "red"}
 """Styles of verdicts."""
 _SLOWEST = 10
+_WIDE = 1000
+"""Columns in which the widest table fits."""
 _LEAST = 0.01
 """Smaller shares are omitted from a line."""
 
@@ -196,7 +198,10 @@ def print_record(record: RunRecord, folder: Path | str | None, console: Console,
     _print_verdict(record, console, form)
     heading = record.name if record.latency is None else f"{record.name}; speed relative to {record.latency.reference}"
     print_lines([heading], console, first="")
-    console.print(_table(record))
+    table = _table(record)
+    if console.measure(table, options=console.options.update(max_width=_WIDE)).maximum > console.width:
+        table = _table(record, narrow=True)
+    console.print(table)
     if noise := noise_sentence(record.latency):
         print_lines([noise], console, first="")
     if record.other_latencies:
@@ -275,8 +280,8 @@ def _print_paths(record: RunRecord, folder: Path, console: Console) -> None:
     print_labelled("report", str(page if page.exists() else folder / "report.json"), console, wrap=False)
 
 
-def _table(record: RunRecord) -> RichTable:
-    """Return score (or worst output), speed and size of each form of the model."""
+def _table(record: RunRecord, *, narrow: bool = False) -> RichTable:
+    """Return score (or worst output), speed and size of each form of the model; ``narrow``: a size has two lines."""
     # Without empty lines around it, so that the result fits ten lines or so of a terminal.
     table = RichTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     scores = {entry.form: entry for entry in record.scores}
@@ -287,7 +292,8 @@ def _table(record: RunRecord) -> RichTable:
         entry = scores.get(name)
         cells = _score_cells(entry) if scores else _output_cells(None if name == "float" else record)
         style = "bold" if entry is not None and entry is record.score else None
-        table.add_row(*map(Text, [name, *cells, *_costs(record, name)]), style=style)
+        speed, size = _costs(record, name)
+        table.add_row(*map(Text, [name, *cells, speed, size.replace(" (", "\n(") if narrow else size]), style=style)
     return table
 
 

@@ -67,3 +67,11 @@ def test_sites_that_never_run_are_skipped_only_in_code_of_the_user() -> None:
     everything = {row.name for row in q.coverage.all.skipped}
     assert {"conv._conv_forward.conv2d_0", "attention.out_proj.forward.linear_0", "norm.forward.add_0"} <= everything
     assert "2 sites that never ran" in repr(q.coverage).replace("\n", " ")
+
+
+def test_the_evidence_of_an_excluded_site_is_its_rule() -> None:
+    q = Quantizer(backend="onnxruntime", exclude={"names": ["head"]}, bias_correction=True)
+    q.calibrate(_Net().eval(), [torch.randn(8, 3, 6, 6) for _ in range(4)])
+    (head,) = [row for row in q.coverage.not_quantized if row.site == "head.forward.linear_0"]
+    assert (head.reason, head.detail) == ("excluded by rule", "exclude.names: head")
+    assert all(row.reason != row.detail for row in q.coverage.not_quantized)
