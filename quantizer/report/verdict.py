@@ -200,10 +200,6 @@ def _judged_speed(record: RunRecord) -> list[tuple[str, str]]:
     return [(USABLE, f"{ratio:.2f}x as fast as {reference}")]
 
 
-# Ratios within this distance of 1 count as no change, because timings vary as much.
-_SAME = 0.05
-
-
 def verdict(record: RunRecord) -> str:
     """Return a paragraph on speed, size, memory, score and coverage, including missing measurements."""
     noise = noise_sentence(record.latency)
@@ -222,9 +218,9 @@ def _speed(record: RunRecord) -> list[str]:
     size = text.shape(record.latency.batch, record.latency.sequence, " tokens")
     where = f"on a batch of {size} with {text.counted(record.latency.threads, 'thread')}"
     ratio, reference = record.speeds[0].ratio_to_float, reference_words(record.latency)
-    if ratio >= 1 + _SAME:
+    if ratio >= 1 + text.SAME:
         return [f"The quantized engine runs {ratio:.2f} times as fast as {reference} {where}."]
-    if ratio > 1 - _SAME:
+    if ratio > 1 - text.SAME:
         return [f"The quantized engine is not faster than {reference}: {ratio:.2f} times its speed {where}."]
     return [f"The quantized engine is slower than {reference}: {ratio:.2f} times its speed {where}."]
 
@@ -234,7 +230,7 @@ def _disk(record: RunRecord) -> list[str]:
         return ["Size was not measured."]
     entry, reference = record.sizes
     figures = f"{file_size(entry.bytes)} against {file_size(reference.bytes)}"
-    return [f"On disk it is {_compare(entry.ratio, 'smaller', 'larger')} ({figures})."]
+    return [f"On disk it is {text.compared(entry.ratio, 'smaller', 'larger')} ({figures})."]
 
 
 def _memory(record: RunRecord) -> list[str]:
@@ -242,13 +238,7 @@ def _memory(record: RunRecord) -> list[str]:
         return ["Memory was not measured."]
     entry, reference = record.peaks
     figures = f"{entry.peak_mib:,.0f} MiB against {reference.peak_mib:,.0f} MiB"
-    return [f"Its peak memory is {_compare(entry.ratio, 'lower', 'higher')} ({figures})."]
-
-
-def _compare(ratio: float, better: str, worse: str) -> str:
-    if ratio >= 1 + _SAME:
-        return f"{ratio:.2f} times {better}"
-    return "about the same" if ratio > 1 - _SAME else f"{1 / ratio:.2f} times {worse}"
+    return [f"Its peak memory is {text.compared(entry.ratio, 'lower', 'higher')} ({figures})."]
 
 
 def _score(record: RunRecord) -> list[str]:
