@@ -45,7 +45,7 @@ _AT_ONCE = 4096
 """The number of rows that are summed at once."""
 
 _DONE = "bias corrected"
-_NO_BIAS = "bias not corrected: the operation cannot have a bias"
+_NO_BIAS = "bias not corrected: this call has no bias that can be changed"
 _UNREACHED = "bias not corrected: no stored batch reaches it"
 _NO_BATCH = "bias not corrected: no calibration batch is stored, as in a saved folder"
 _WORSE = "bias not corrected: the error of the model's output is smaller without"
@@ -58,7 +58,7 @@ def correct_biases(plan: Plan, work: Work) -> Plan:
         logger.warning(
             "biases are not corrected, because a saved folder has no batches to measure errors on; calibrate again"
         )
-        notes = {path: _NO_BATCH for path, entry in plan.items() if entry.quantized and entry.kind != "output"}
+        notes = dict.fromkeys(_with_bias(work.proxy, plan), _NO_BATCH)
         return _with_shifts(plan, BiasShifts(shifts={}, notes=notes))
     if observed.bias_shifts is None or observed.bias_shifts[0] != observed.batches:
         observed.bias_shifts = observed.batches, BiasCorrection(work).shifts(plan)
@@ -129,9 +129,7 @@ class BiasCorrection:
                     _shared_errors(_Corrected(ready, errors, self._dtype).run(self._proxy, sites, plan)),
                     None,
                 )
-        # A lookup sums nothing, and the operation before an output site is corrected itself.
-        without_bias = ("embedding", "output")
-        notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized and entry.kind not in without_bias}
+        notes = dict.fromkeys(_with_bias(self._proxy, plan), _NO_BIAS)
         shifts: dict[str, Tensor] = {}
         for site in sites:
             shift = self._shift(plan, site, errors)
@@ -235,6 +233,11 @@ _Errors = Mapping[str, _Sum | None]
 def _key(path: str, call: int | None, calls: int) -> str:
     """Return the key of a call's errors; ``calls`` is the number of calls with ranges of their own, 0 for none."""
     return path if not calls else f"{path} call {call if call is not None and call < calls else 'beyond'}"
+
+
+def _with_bias(proxy: Proxied, plan: Plan) -> list[str]:
+    """Return the quantized sites whose operation can have a bias; additions, for example, have none."""
+    return [site.path for site in proxy.planned(plan) if plan[site.path].quantized and site.operation.bias is not None]
 
 
 def _may_have_shift(site: Site, entry: SitePlan) -> bool:

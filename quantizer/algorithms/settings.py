@@ -13,7 +13,7 @@ from quantizer.numerics.formats import Format
 from quantizer.observe.calibrators import CANDIDATES, OF_FORMAT, Calibrator, Estimate, make_calibrator
 from quantizer.observe.float16_modules import Float32Modules
 from quantizer.plan.decide_operands import FormatRule
-from quantizer.plan.reasons import ReasonCode
+from quantizer.plan.reasons import ran
 from quantizer.plan.selection import Selection
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.targets import TargetProfile
@@ -97,9 +97,7 @@ def tell_where_nothing_is_quantized(plan: Plan) -> None:
     """Log a warning if a plan quantizes no site."""
     if any(entry.quantized for entry in plan.values()):
         return
-    reasons = Counter(
-        entry.reason for entry in plan.values() if ReasonCode.of(entry.reason) is not ReasonCode.NEVER_RAN
-    )
+    reasons = Counter(entry.reason for entry in plan.values() if ran(entry.reason))
     most = "; ".join(f"{count} of {len(plan)} sites: {reason}" for reason, count in reasons.most_common(3))
     why = most or ("no site was reached" if plan else "no quantizable operation was found in its source")
     logger.warning("nothing is quantized, so quantize() returns the float model (%s); see q.coverage", why)

@@ -146,7 +146,7 @@ command succeeds."""
             convert_onnx(options, force, console)
         elif function:
             (config,) = conversion_configs(options, function=True)
-            run(config, None, force, console)
+            run(config, None, force, console, "options")
         else:
             convert(conversion_configs(options), options["output"], force, console)
         return 0

@@ -1,4 +1,4 @@
-"""``quantizer show``: prints the result of a finished run, or the precision of an engine's layers."""
+"""``quantizer show``: prints the result or the coverage of a finished run, or the precision of an engine's layers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class Show:
     """Command that prints the report of a run folder, or the layers of an engine or ONNX file."""
 
     name = "show"
-    help = "print the result of a finished run, or the precision of an engine's layers"
+    help = "print the result or the coverage of a finished run, or the precision of an engine's layers"
     list_argument: str | None = None
     epilog = """\
 examples:
   quantizer show runs/minilm-sentiment-int8
   quantizer show runs/minilm-sentiment-int8 --layers
+  quantizer show runs/minilm-sentiment-int8 --coverage
   quantizer show runs/minilm-sentiment-int8/model.engine
   quantizer show model.onnx --backend onnxruntime
 
@@ -39,6 +40,9 @@ are printed instead, unverified. An ONNX file without --backend shows the precis
         parser.add_argument("--sequence", metavar="N", type=int, default=128, help="tokens per text (default: 128)")
         parser.add_argument(
             "--layers", action="store_true", help="for a run: precisions and slowest layers of its engine"
+        )
+        parser.add_argument(
+            "--coverage", action="store_true", help="for a run: the sites that are not quantized, with their reasons"
         )
         parser.add_argument("--threads", metavar="N", type=int, default=1, help="CPU threads (default: 1)")
         parser.add_argument(
@@ -72,6 +76,16 @@ are printed instead, unverified. An ONNX file without --backend shows the precis
             from quantizer.report.terminal import print_layers
 
             print_layers(path, console)
+            return 0
+        if args.coverage:
+            from quantizer.report import read_record
+            from quantizer.report.notebook import run_coverage
+
+            record = read_record(path / "report.json")
+            if not record.coverage:
+                raise QuantizerError(f"{path}: the run quantized nothing, so there is no coverage to show")
+            # As wide as the names need.
+            console.print(run_coverage(record, console.width), markup=False, highlight=False, soft_wrap=True)
             return 0
         from quantizer.report.terminal import print_summary
 

@@ -181,13 +181,13 @@ def _listed(blocks: Sequence[str]) -> str:
             stems.setdefault(stem, []).append(int(number))
         else:
             stems.setdefault(block, [])
-    return _shown([f"{stem}.{_numbers(sorted(numbers))}" if numbers else stem for stem, numbers in stems.items()])
+    return _shown([name for stem, numbers in stems.items() for name in _merged(stem, sorted(numbers))])
 
 
-def _numbers(numbers: Sequence[int]) -> str:
+def _merged(stem: str, numbers: Sequence[int]) -> list[str]:
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(map(str, numbers))
+        return [f"{stem}.{numbers[0]} to {numbers[-1]}"]
+    return [f"{stem}.{number}" for number in numbers] or [stem]
 
 
 def _shown(names: Sequence[str]) -> str:

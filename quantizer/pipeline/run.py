@@ -34,6 +34,7 @@ from quantizer.pipeline.stages import stage_names
 from quantizer.pipeline.workload import Load
 from quantizer.plan.targets import AUTO
 from quantizer.report import RunRecord, Stage, print_record
+from quantizer.report.record import Form
 from quantizer.report.trackers import print_tracked
 from quantizer.utils.distributed import get_rank
 from quantizer.utils.files import Store, checked_folder, new_folder, require_sole_writer, restore_folder, said_complete
@@ -42,8 +43,8 @@ RUN, CONVERSION = "run", "conversion"
 """The kinds of output folders, as their marker files name them."""
 
 
-def run(config: RunConfig, output: Path | None, force: bool, console: Console) -> Path:
-    """Carry out a run, and return its folder.
+def run(config: RunConfig, output: Path | None, force: bool, console: Console, form: Form | None = None) -> Path:
+    """Carry out a run, and return its folder; the printed fixes have the given form.
 
     Each of several processes gets the same arguments; only the first one writes and prints.
     """
@@ -56,7 +57,7 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         record = carry_out(config, place, force, console, partial(configured_workload, config, ready.examples))
     if record is not None:
         with said_complete(folder):
-            print_record(record, folder, console)
+            print_record(record, folder, console, form=form)
             print_tracked(config.report.track, record, folder, console)
     # All processes learn of it, so that none reports an incomplete run although the folder exists.
     if (failed := from_first_rank(partial(_missed, record, folder), str | None)) is not None:
@@ -96,7 +97,7 @@ def convert(configs: Sequence[RunConfig], folder: Path, force: bool, console: Co
                 records[chosen] = record
     with said_complete(folder):
         for name, record in records.items():
-            print_record(record, folder / name, console)
+            print_record(record, folder / name, console, form="options")
             print_tracked(record.config["report"]["track"], record, folder / name, console)
     failed = [reason for name, record in records.items() if (reason := _missed(record, folder / name)) is not None]
     if failed:

@@ -220,6 +220,10 @@ def _values(onnx: Any, tensor: Any, known: dict[float, int]) -> str:
     return ""
 
 
+_WORDS = (("is", "it", "it", "stays"), ("are", "them", "they", "stay"))
+"""The words of a message on one group, and on several."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupTimer:
     """Measurement of the latency costs of a plan's groups in the engines of its backend.
@@ -258,14 +262,15 @@ class GroupTimer:
         if latency_costs is None or not latency_costs.slower():
             return latency_costs
         number = len(latency_costs.slower())
-        summary = f"{counted(number, 'group')} {'is' if number == 1 else 'are'} slower in {quantizer.config.dtype}"
+        dtype, (are, them, they, stay) = quantizer.config.dtype.upper(), _WORDS[number != 1]
+        slower = f"{counted(number, 'group')} {are} slower in {dtype} when timed alone"
         if latency_costs.low_us < _LEAST_GAIN * latency_costs.time_us(latency_costs.slower()):
-            faster, decision = False, f", but too little to keep {'it' if number == 1 else 'them'} in float"
+            faster, effect = False, f"the difference is too small to keep {them} in float"
         else:
             key = _key("faster without the slower groups", low, plain, self.timing)
             faster = self.times.get(key, partial(self._faster, quantizer, latency_costs, low))
-            decision = ", kept in float" if faster else ", but the engine is not faster without them"
-        self.say(f"{summary} than in float{decision}")
+            effect = f"keeping {them} in float {'made' if faster else 'did not make'} the engine faster"
+        self.say(f"{slower}; {effect}, so {they} {stay} in {'float' if faster else dtype}")
         return latency_costs if faster else replace(latency_costs, least_loss_us=math.inf)
 
     def _faster(self, quantizer: Quantizer, latency_costs: LatencyCosts, low: EngineFiles) -> bool:

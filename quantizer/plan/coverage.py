@@ -72,6 +72,8 @@ def unquantized_products(
         if reason is None:
             assert product.site is not None
             reason, detail = _reason_of_site(product.site, plan, fallback_sites), plan[product.site].reason
+            if detail == reason.value:
+                detail = plan[product.site].rule or ""
         rows.append(
             UnquantizedProduct(
                 path=product.path,
@@ -109,8 +111,8 @@ class Coverage(Rows[Site]):
     """All sites that ran, quantized or with a reason, and all matrix multiplications and convolutions in float.
 
     Iteration yields all rows. The table omits sites that never ran in calibration. It also omits ``quiet`` rows:
-    additions that join no branches, and embeddings whose tables ``sites`` does not quantize. The title counts the
-    omitted rows, and ``all`` shows them.
+    branches in the code of torch that a module does not take, additions that join no branches, and embeddings whose
+    tables ``sites`` does not quantize. The title counts the omitted rows, and ``all`` shows them.
 
     Attributes:
         share: the share of multiply-adds in low precision, 0 to 1, of all matrix multiplications and convolutions that
@@ -161,8 +163,8 @@ class Coverage(Rows[Site]):
 
     @property
     def skipped(self) -> tuple[Site, ...]:
-        """The non-quantized sites."""
-        return tuple(row for row in self.rows if not row.quantized)
+        """The non-quantized sites without ``quiet`` rows; ``all.skipped`` has those too."""
+        return tuple(row for row in self.rows if not row.quantized and (self.shows_all or not row.quiet))
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """Return the number of quantized sites and of sites that ran, by kind, without ``quiet`` rows."""

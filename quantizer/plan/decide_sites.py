@@ -12,18 +12,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from quantizer.errors import ConfigError
 from quantizer.numerics.formats import INT8, UINT8, Format, qtype
 from quantizer.observe.statistics import Seen, SiteStatistics
 from quantizer.plan.decide_operands import PlanSettings, operand_plans
-from quantizer.plan.reasons import ReasonCode, RuleKind
+from quantizer.plan.reasons import ReasonCode, RuleKind, ran
 from quantizer.plan.selection import by_kind
 from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan, summary, without_orphans
 from quantizer.plan.targets import TargetProfile
@@ -31,6 +32,7 @@ from quantizer.proxy.generated_classes import original_class
 from quantizer.proxy.recurrence import RecurrentLayer
 from quantizer.proxy.site import OUTPUT, Site, SourceCall
 from quantizer.rewrite.product_sizes import weighted
+from quantizer.utils.records import is_of_torch
 
 if TYPE_CHECKING:
     from quantizer.plan.site_plan import SitePlan
@@ -123,6 +125,9 @@ def decide(
     followed = {path for record in observation.records.values() for path in record.follows}
     calls = [module for module in proxy.modules() if isinstance(module, SourceCall)]
     gates = {f"{call.path}.{OUTPUT}" for call in calls if call.operation.is_gate}
+    running = {
+        site.host_path for site in sites if is_of_torch(site.source.file) and observation.records[site.path].calls
+    }
     for site in sites:
         host = proxy.get_submodule(site.host_path)
         record = observation.records[site.path]
@@ -133,7 +138,10 @@ def decide(
             continue
         kind = record.kind or site.operation.kind
         requested = _recurrent_format(host, settings.formats.of(site.path, kind), settings)
-        reason, rule = _refusal(site, host, record, refused, settings, requested, calibrated=observation.batches > 0)
+        calibrated = observation.batches > 0
+        reason, rule = _refusal(site, host, record, refused, settings, requested, calibrated=calibrated)
+        if record.calls == 0 and _is_other_branch(site, host, running, calibrated):
+            reason, rule = ReasonCode.OTHER_BRANCH.text(), None
         operands = () if reason else operand_plans(site, host, record, refused, settings, requested, indivisible)
         # A computed weight is computed outside of its site.
         operands = tuple(
@@ -241,6 +249,29 @@ def _refusal(
     return (None, None) if wrong is None else (wrong, settings.profile.rule)
 
 
+def _is_other_branch(site: Site, host: nn.Module, running: Set[str], calibrated: bool) -> bool:
+    """Return whether a site without calls is a branch in the code of torch that its module does not take.
+
+    Args:
+        site: the site.
+        host: its module.
+        running: the paths of modules that ran a site of torch's code.
+        calibrated: whether calls were counted.
+    """
+    if isinstance(host, RecurrentLayer):
+        return not host.projects and site.source.name.endswith("recurrent_product_1")
+    if not is_of_torch(site.source.file):
+        return False
+    if isinstance(host, _ConvNd) and site.source.name.startswith("_conv_forward."):
+        # The first call is behind F.pad, the second one pads with zeros.
+        return site.source.name.endswith("_0") == (host.padding_mode == "zeros")
+    if site.operation.kind == "residual_add" and (calibrated or isinstance(host, _ConvTransposeNd)):
+        # A counter of batches, or sizes: not the values of a model.
+        return True
+    # The attention of torch reads the weight of its layer out_proj, and does not call the layer.
+    return bool(running & {site.host_path, site.host_path.rpartition(".")[0]})
+
+
 def _recurrent_format(host: nn.Module, requested: Format, settings: PlanSettings) -> Format:
     at_run_time = settings.profile.recurrences.at_run_time
     if not isinstance(host, RecurrentLayer) or host.is_cell or not at_run_time or requested.activations is None:
@@ -334,7 +365,7 @@ def _products_by_function(plan: Plan) -> Iterable[list[SitePlan]]:
     """Return the MatMuls of two activations that ran, grouped by their function."""
     functions: dict[str, list[SitePlan]] = defaultdict(list)
     for entry in plan.values():
-        if entry.kind == "matmul" and ReasonCode.of(entry.reason) is not ReasonCode.NEVER_RAN:
+        if entry.kind == "matmul" and ran(entry.reason):
             functions[entry.name.rpartition(".")[0]].append(entry)
     return functions.values()
 
@@ -382,7 +413,7 @@ def _whole_recurrences(plan: Plan) -> Plan:
     layers: dict[str, list[SitePlan]] = defaultdict(list)
     for entry in plan.values():
         layer = recurrent_layer(entry)
-        if layer is not None and ReasonCode.of(entry.reason) is not ReasonCode.NEVER_RAN:
+        if layer is not None and ran(entry.reason):
             layers[layer].append(entry)
     unquantized: Plan = {}
     for entries in layers.values():

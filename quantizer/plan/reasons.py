@@ -58,6 +58,7 @@ class ReasonCode(_Template):
     EXCLUDED = "excluded by rule"
     SWITCHED_OFF = "this kind of site is switched off"
     NEVER_RAN = "never ran in calibration"
+    OTHER_BRANCH = "a branch in the code of torch that this module does not take"
     NOT_CALIBRATED = "not calibrated yet"
 
     # A site's operands in calibration.
@@ -210,6 +211,11 @@ class ReasonCode(_Template):
     )
 
     OTHER = "{text}"
+
+
+def ran(reason: str) -> bool:
+    """Return whether a site with this reason runs, as far as known."""
+    return ReasonCode.of(reason) not in (ReasonCode.NEVER_RAN, ReasonCode.OTHER_BRANCH)
 
 
 class RuleKind(_Template):

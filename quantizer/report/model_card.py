@@ -80,9 +80,9 @@ def loading(folder: Path) -> str:
     return '".", trust=True' if native else '"."'
 
 
-def figure(name: str, before: str, after: str, ratio: float | None = None) -> str:
-    """Return a row of the table of figures: float, engine, and float divided by engine."""
-    return f"| {name} | {before} | {after} | {'' if ratio is None else text.times(ratio)} |"
+def figure(name: str, before: str, after: str) -> str:
+    """Return a row of the table of figures: float and engine."""
+    return f"| {name} | {before} | {after} |"
 
 
 def card_text(facts: CardFacts) -> str:
@@ -96,7 +96,7 @@ def card_text(facts: CardFacts) -> str:
     # Missed goals come before all figures.
     parts[1:1] = [f"**{goal[:1].upper()}{goal[1:]}.**\n" for goal in facts.missed]
     if facts.figures:
-        table = "\n".join(["| | float | engine | float / engine |", "|---|---|---|---|", *facts.figures])
+        table = "\n".join(["| | float | engine |", "|---|---|---|", *facts.figures])
         parts.append(f"## Measured\n\nOn {facts.machine}.\n\n{table}\n")
     parts.append(f"## How to run\n\n{_needed(facts.backend)}\n\nIn this folder:\n\n```python\n{facts.snippet}\n```\n")
     if facts.configuration:
@@ -210,14 +210,15 @@ def _figures(record: RunRecord) -> list[str]:
             shape = text.shape(timed.batch, timed.sequence)
             graph = "" if timed.graph is None else f" of {timed.graph}"
             name = f"median latency{graph}, batch {shape}, threads: {timed.threads}, float is {timed.reference}"
-            times = text.milliseconds(before.median_ms), text.milliseconds(after.median_ms)
-            rows.append(figure(name, *times, after.ratio_to_float))
+            faster = f"{text.milliseconds(after.median_ms)} ({text.compared(after.ratio_to_float, 'faster', 'slower')})"
+            rows.append(figure(name, text.milliseconds(before.median_ms), faster))
     if record.sizes is not None:
         small, large = record.sizes
-        rows.append(figure("size", text.file_size(large.bytes), text.file_size(small.bytes), small.ratio))
+        rows.append(figure("size", text.file_size(large.bytes), text.size_words(small.bytes, small.ratio)))
     if record.peaks is not None:
         little, much = record.peaks
-        rows.append(figure("peak memory", f"{much.peak_mib:,.0f} MiB", f"{little.peak_mib:,.0f} MiB", little.ratio))
+        lower = text.memory_words(little.peak_mib, little.ratio)
+        rows.append(figure("peak memory", f"{much.peak_mib:,.0f} MiB", lower))
     if record.score is not None and record.float_score is not None:
         name = f"{record.score.metric} ({record.score.form})"
         rows.append(figure(name, text.score(record.float_score.value), text.score(record.score.value)))

@@ -27,8 +27,10 @@ from quantizer.report.charts.rankings import sensitivity_bars, sensitivity_heatm
 from quantizer.report.tables import (
     Column,
     Table,
+    coverage_table,
     evaluations_table,
     groups_table,
+    kinds_table,
     layers_table,
     names,
     products_table,
@@ -36,8 +38,8 @@ from quantizer.report.tables import (
     sensitivity_table,
     string_from_table,
 )
-from quantizer.report.terminal import diagnosis_lines, evaluation_caption
-from quantizer.report.text import counted, decibels, magnitude, percent, share, shorten, significant
+from quantizer.report.terminal import diagnosis_lines, evaluation_caption, unquantized_words
+from quantizer.report.text import counted, decibels, magnitude, percent, share, shorten, significant, wrapped
 from quantizer.utils.files import whole_file
 from quantizer.utils.records import FLOAT
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from quantizer.plan.coverage import Coverage, Ranges
     from quantizer.plan.histograms import OperandHistogram, RangeCandidates
     from quantizer.proxy.lower import Kernels
+    from quantizer.report.record import RunRecord
     from quantizer.utils.display import Shown
 
 _HTML_ROWS = 300
@@ -95,6 +98,22 @@ def text(shown: Shown, limit: int | None) -> str:
     return "\n\n".join([*parts, *(part if isinstance(part, str) else text(part, limit) for part in shown.below())])
 
 
+def run_coverage(record: RunRecord, width: int) -> str:
+    """Return the coverage of a run as text of the given width.
+
+    It has the counts by kind, the sites that are not quantized, and the matrix multiplications outside of sites.
+    """
+    sites = [site for site in record.coverage if not site.quantized]
+    words = unquantized_words(record.coverage) or "all sites are quantized"
+    tables = [(replace(kinds_table(record.coverage), title=""), "plain")]
+    if sites:
+        tables.append((replace(coverage_table(sites, mixed=False), title="sites that are not quantized"), "shortened"))
+    if outside := [product for product in record.not_quantized if product.site is None]:
+        tables.append((products_table(outside, page=False), "shortened"))
+    parts = (_fitted(table, None, layout, width) for table, layout in tables)
+    return "\n\n".join(["\n".join(wrapped(words, min(width, _WIDTH))), *parts])
+
+
 def page(shown: Shown) -> str:
     """Return a result as HTML."""
     if shown.look == "histogram":
@@ -126,15 +145,9 @@ def table_of(shown: Shown) -> Table:
 
 
 def _coverage(coverage: Coverage) -> Table:
-    columns = [
-        names("site", "name"),
-        Column("kind", "kind"),
-        names("place", "place"),
-        Column("quantized", "quantized"),
-        Column("reason", lambda row: f"{row.reason} ({row.rule})" if row.rule else row.reason),
-    ]
     # Unquantized sites come first, so that a limit omits quantized ones.
-    return Table(_coverage_title(coverage), columns, sorted(coverage.shown, key=lambda row: row.quantized))
+    table = coverage_table(sorted(coverage.shown, key=lambda row: row.quantized), mixed=True)
+    return replace(table, title=_coverage_title(coverage))
 
 
 def _coverage_title(coverage: Coverage) -> str:
@@ -153,11 +166,13 @@ def _coverage_title(coverage: Coverage) -> str:
 
 def _left_out(coverage: Coverage) -> str:
     """Return the number of omitted rows, and how to show them, as the end of the title."""
-    never = sum(not row.ran for row in coverage)
+    never = sum(not row.ran and not row.quiet for row in coverage)
+    branches = sum(not row.ran and row.quiet for row in coverage)
     quiet = Counter(row.kind for row in coverage if row.quiet and row.ran)
     adds, tables = quiet["residual_add"], quiet["embedding"]
     counts = [
         *([counted(never, "site") + " that never ran"] if never else []),
+        *([counted(branches, "site") + " in other branches of torch's code"] if branches else []),
         *(
             [f"{counted(adds, 'addition')} that {'is no residual add' if adds == 1 else 'are no residual adds'}"]
             if adds
@@ -206,7 +221,7 @@ def _search(search: Search) -> Table:
 def _diagnoses(diagnoses: Diagnoses) -> Table:
     heading = f"The {len(diagnoses)} groups that cost most accuracy" if len(diagnoses) else "No group was measured"
     columns = [Column("group, cause and fix", str)]
-    return Table(heading, columns, diagnosis_lines(diagnoses.rows, python=True))
+    return Table(heading, columns, diagnosis_lines(diagnoses.rows, form="python"))
 
 
 def _histogram(histogram: OperandHistogram) -> Table:
@@ -256,6 +271,7 @@ _LAYOUTS = {
     "coverage": "shortened",
     "groups": "shortened",
     "layers": "shortened",
+    "products": "shortened",
     "ranges": "grouped",
     "sensitivity": "tight",
 }
@@ -264,10 +280,10 @@ breaks long names at a dot and titles at each blank, ``shortened`` cuts the midd
 breaks titles at each blank."""
 
 
-def _fitted(table: Table, limit: int | None, layout: str) -> str:
+def _fitted(table: Table, limit: int | None, layout: str, width: int | None = None) -> str:
     """Return a table as wide as the terminal, at most 120 columns; wider if its names do not fit."""
     # Only a terminal has a width.
-    here = shutil.get_terminal_size((_WIDTH, 0)).columns if sys.stdout.isatty() else _WIDTH
+    here = width or (shutil.get_terminal_size((_WIDTH, 0)).columns if sys.stdout.isatty() else _WIDTH)
     layouts = {"grouped": _grouped, "shortened": _shortened}
     fit = layouts.get(layout) or (lambda *given: _plain(*given, tight=layout == "tight"))
     if here < _WIDTH and (fitted := fit(table, limit, here)) is not None:

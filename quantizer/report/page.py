@@ -30,7 +30,14 @@ from quantizer.report.charts.plots import (
     training_caption,
 )
 from quantizer.report.charts.rankings import sensitivity_bars, sensitivity_heatmap
-from quantizer.report.record import RunRecord, is_from_python, mapping_from_record, shown_setting, write_text_atomic
+from quantizer.report.record import (
+    RunRecord,
+    form_of,
+    is_from_python,
+    mapping_from_record,
+    shown_setting,
+    write_text_atomic,
+)
 from quantizer.report.tables import (
     ENGINE_LAYERS,
     Table,
@@ -259,7 +266,7 @@ def _header(record: RunRecord) -> dict[str, Any]:
         if record.latency_fallback
         else [],
         "from_python": is_from_python(record),
-        "fallback_setting": shown_setting("fallback: {names: [...]}", python=is_from_python(record)),
+        "fallback_setting": shown_setting("fallback: {names: [...]}", form_of(record)),
         "latency_fallback": [text.typeset(line) for line in latency_fallback_lines(record.latency_fallback)]
         if record.latency_fallback
         else [],
@@ -301,17 +308,17 @@ def _sites(record: RunRecord) -> dict[str, Any]:
 
 def tiles(record: RunRecord) -> tuple[Tile, ...]:
     """Return the figures of the header: speed, size, memory, score, coverage."""
-    speed, size, memory = _tile("Speed-up"), _tile("Size reduction"), _tile("Memory reduction")
+    speed, size, memory = _tile("Speed-up"), _tile("Size"), _tile("Peak memory")
     if record.speeds is not None and record.latency is not None:
         fast, slow = (text.milliseconds(entry.median_ms) for entry in record.speeds)
         ratio = text.times(record.speeds[0].ratio_to_float)
         speed = _tile("Speed-up", ratio, f"{fast}, {record.latency.reference} {slow}")
     if record.sizes is not None:
         small, large = (text.file_size(entry.bytes) for entry in record.sizes)
-        size = _tile("Size reduction", text.times(record.sizes[0].ratio), f"{small}, float {large}")
+        size = _tile("Size", text.compared(record.sizes[0].ratio, "smaller", "larger"), f"{small}, float {large}")
     if record.peaks is not None:
         low, high = (f"{entry.peak_mib:,.0f} MiB" for entry in record.peaks)
-        memory = _tile("Memory reduction", text.times(record.peaks[0].ratio), f"peak {low}, float {high}")
+        memory = _tile("Peak memory", text.compared(record.peaks[0].ratio, "lower", "higher"), f"{low}, float {high}")
     return speed, size, memory, _accuracy_tile(record), _coverage_tile(record)
 
 

@@ -5,7 +5,8 @@ Every dataclass here and in ``utils/records.py`` is one object of ``report.json`
 :data:`VERSION`. Ratios are float divided by quantized, so larger is better. Infinity and NaN are the strings ``"inf"``,
 ``"-inf"`` and ``"nan"``.
 
-Also formats a setting for the reader: as keyword arguments of a call in Python, or as YAML of a run.
+Also formats a setting for the reader: as keyword arguments of a call in Python, as YAML of a run, or as an option of
+``quantizer convert``.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import dataclasses
 import json
 import math
 import numbers
+import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -696,14 +698,38 @@ def is_from_python(record: RunRecord) -> bool:
     return (data.get("calibration") or {}).get("name") == GIVEN_IN_PYTHON
 
 
-def shown_setting(setting: str, *, python: bool) -> str:
-    """Return a setting to paste: ``exclude={"sites": ["head"]}``, or ``quantizer: {exclude: {sites: [head]}}``."""
+Form = Literal["python", "yaml", "options"]
+"""The form of a setting: a keyword argument, a section of a run file, or an option of ``quantizer convert``."""
+
+
+def form_of(record: RunRecord) -> Form:
+    """Return the form of the settings of a run."""
+    return "python" if is_from_python(record) else "yaml"
+
+
+def shown_setting(setting: str, form: Form) -> str:
+    """Return a setting to paste.
+
+    As ``python`` it is ``exclude={"sites": ["head"]}``, as ``yaml`` ``quantizer: {exclude: {sites: [head]}}``, and as
+    ``options`` ``--set 'quantizer.exclude.sites=[head]'``.
+    """
     parsed: Mapping[str, Any] = yaml_values(setting.encode())
     ((section, values),) = parsed.items()
-    if python:
+    if form == "python":
         return f"{section}={_python(values)}"
     nested = {"quantizer": parsed} if section in _QUANTIZER else parsed
+    if form == "options":
+        return " ".join(["--set", *(shlex.quote(f"{key}={_flow(value)}") for key, value in _dotted(nested))])
     return _flow(nested).removeprefix("{").removesuffix("}")
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each setting."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _python(value: Any) -> str:

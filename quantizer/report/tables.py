@@ -154,6 +154,11 @@ class Table:
         for column, fixed in zip(self.columns, self._numeric(), strict=True):
             # Numbers are never wrapped; names are shortened instead.
             table.add_column(Text(column.title), justify="right" if fixed else "left", overflow="fold", no_wrap=fixed)
+        if not self.columns[0].mono:
+            # Labels of rows: rich would shrink them to nothing beside many numbers.
+            longest = max((len(_words(self.columns[0], row[0])) for row in self.cells()[:limit]), default=0)
+            table.columns[0].min_width = min(longest, _LEAST_NAME)
+            table.columns[0].no_wrap |= longest <= _LEAST_NAME
         for row in self.cells()[:limit]:
             table.add_row(*(_text_cell(column, value) for column, value in zip(self.columns, row, strict=True)))
         return table
@@ -178,6 +183,9 @@ class _Name:
     def __init__(self, name: str) -> None:
         self._name = name
 
+    def __str__(self) -> str:
+        return self._name
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(shorten(self._name, options.max_width), no_wrap=True)
 
@@ -185,8 +193,12 @@ class _Name:
         return Measurement(min(len(self._name), _LEAST_NAME), len(self._name))
 
 
+def _words(column: Column, value: Any) -> str:
+    return "-" if value is None else visible(column.show(value))
+
+
 def _text_cell(column: Column, value: Any) -> Text | _Name:
-    words = "-" if value is None else visible(column.show(value))
+    words = _words(column, value)
     # Names with line breaks already fit.
     return _Name(words) if column.mono and "\n" not in words else Text(words)
 
@@ -265,12 +277,22 @@ def outputs_table(record: RunRecord) -> Table:
 def cost_table(record: RunRecord) -> Table:
     """Return one row per engine or form: latency, size and peak memory, with ratios to float."""
     latency = {entry.name: entry for entry in record.latency.engines} if record.latency else {}
-    size, memory = ({entry.name: entry for entry in entries} for entries in (record.size, record.memory))
+    size = {entry.name: entry for entry in record.size}
+    memory = {entry.name: entry for entry in record.memory}
     labels = {"float": f"float ({record.latency.reference})"} if record.latency else {}
     spread = {key: spread_words(entry) for key, entry in latency.items()}
 
     def part(title: str, entries: dict[str, Any], field: str, show: Callable[[Any], str]) -> Column:
         return numbers(title, lambda key: getattr(entries.get(key), field, None), show)
+
+    sizes = {
+        key: text.file_size(entry.bytes) if key == "float" else text.size_words(entry.bytes, entry.ratio)
+        for key, entry in size.items()
+    }
+    peaks = {
+        key: f"{entry.peak_mib:,.0f} MiB" if key == "float" else text.memory_words(entry.peak_mib, entry.ratio)
+        for key, entry in memory.items()
+    }
 
     columns = [Column("Engine", lambda key: labels.get(key, key))]
     if latency:
@@ -278,10 +300,9 @@ def cost_table(record: RunRecord) -> Table:
         columns += [part("Median latency", latency, "median_ms", text.milliseconds)]
         columns += [numbers("Middle half of latencies", spread.get)]
     if size:
-        columns += [part("Times smaller", size, "ratio", text.times), part("Size", size, "bytes", text.file_size)]
+        columns.append(numbers("Size", sizes.get))
     if memory:
-        columns.append(part("Times less memory", memory, "ratio", text.times))
-        columns.append(part("Peak memory", memory, "peak_mib", lambda peak: text.file_size(peak * 2**20)))
+        columns.append(numbers("Peak memory", peaks.get))
     return Table("Latency, size and memory", columns, list(dict.fromkeys([*latency, *size, *memory])))
 
 
@@ -322,9 +343,10 @@ def products_table(products: Sequence[UnquantizedProduct], *, page: bool) -> Tab
         Column("multiply-adds", "multiply_adds", work, numeric=page or None),
         Column("share", "share", share, numeric=page or None),
         Column("reason", "reason"),
-        Column("evidence", "detail"),
+        Column("evidence", lambda row: row.detail or None),
     ]
-    table = Table(f"{text.share(sum(row.share for row in products))} of the multiply-adds in float", columns, products)
+    heading = f"{text.share(sum(row.share for row in products))} of the multiply-adds in float"
+    table = Table(heading, columns, products).filled()
     return replace(table.capital(), title="MatMul, Conv and Gemm in float") if page else table
 
 
@@ -346,6 +368,21 @@ def sites_table(sites: Sequence[Site]) -> Table:
         numbers("Multiply-adds", "multiply_adds"),
     ]
     return Table("Every site", columns, sites)
+
+
+def coverage_table(sites: Sequence[Site], *, mixed: bool) -> Table:
+    """Return sites with their reasons and rules, for a terminal or a notebook.
+
+    ``mixed``: some sites are quantized, so that a column says which.
+    """
+    columns = [
+        names("site", "name"),
+        Column("kind", "kind"),
+        names("place", "place"),
+        *([Column("quantized", "quantized")] if mixed else []),
+        Column("reason", lambda row: f"{row.reason} ({row.rule})" if row.rule else row.reason),
+    ]
+    return Table("sites", columns, sites)
 
 
 def ranges_table(rows: Sequence[tuple[str, Operand]], *, page: bool) -> Table:

@@ -14,16 +14,28 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from quantizer.errors import QuantizerError
+from quantizer.plan.reasons import counted
 from quantizer.report import text
-from quantizer.report.record import EngineChoice, LatencyFallback, RunRecord, is_from_python, read_record, shown_setting
+from quantizer.report.record import (
+    EngineChoice,
+    Form,
+    LatencyFallback,
+    RunRecord,
+    form_of,
+    is_from_python,
+    read_record,
+    shown_setting,
+)
 from quantizer.report.tables import ENGINE_LAYERS, Table, choice_table, latency_table, precision_name, shares_table
 from quantizer.report.text import noise_sentence, print_labelled, print_lines
 from quantizer.report.verdict import LOOK, NOT, USABLE, verdict_of
-from quantizer.utils.records import BudgetOutcome, Diagnosis, FallbackRecord, Inspection, Score
+from quantizer.utils.records import BudgetOutcome, Diagnosis, FallbackRecord, Inspection, Score, Site
 
 _STYLES = {USABLE: "green", LOOK: "yellow", NOT: "red"}
 """Styles of verdicts."""
 _SLOWEST = 10
+_WIDE = 1000
+"""Columns in which the widest table fits."""
 _LEAST = 0.01
 """Smaller shares are omitted from a line."""
 
@@ -107,10 +119,13 @@ def latency_fallback_lines(latency_fallback: LatencyFallback) -> list[str]:
     return lines
 
 
-def diagnosis_lines_of(record: RunRecord) -> list[str]:
-    """Return the lines on the groups that cost most accuracy; fixes are included unless the verdict is usable."""
+def diagnosis_lines_of(record: RunRecord, form: Form | None = None) -> list[str]:
+    """Return the lines on the groups that cost most accuracy; fixes are included unless the verdict is usable.
+
+    ``form`` is that of the fixes; None: Python for a run from Python, else YAML.
+    """
     fixes = verdict_of(record).level != USABLE
-    lines = diagnosis_lines(record.diagnoses, record.latency_fallback, python=is_from_python(record), fixes=fixes)
+    lines = diagnosis_lines(record.diagnoses, record.latency_fallback, form=form or form_of(record), fixes=fixes)
     if record.diagnosis_error is not None:
         lines.append(
             f"the diagnosis failed, so the groups that cost most accuracy are unknown: {record.diagnosis_error}"
@@ -122,17 +137,17 @@ def diagnosis_lines(
     diagnoses: Sequence[Diagnosis],
     latency_fallback: LatencyFallback | None = None,
     *,
-    python: bool = False,
+    form: Form = "yaml",
     fixes: bool = True,
 ) -> list[str]:
     """Return a numbered line for each group that costs most accuracy."""
     return [
-        f"{number}. {_line(diagnosis, latency_fallback, python=python, fixes=fixes)}"
+        f"{number}. {_line(diagnosis, latency_fallback, form=form, fixes=fixes)}"
         for number, diagnosis in enumerate(diagnoses, start=1)
     ]
 
 
-def _line(diagnosis: Diagnosis, latency_fallback: LatencyFallback | None, *, python: bool, fixes: bool) -> str:
+def _line(diagnosis: Diagnosis, latency_fallback: LatencyFallback | None, *, form: Form, fixes: bool) -> str:
     sqnr = f"{diagnosis.group}: output SQNR {text.decibels(diagnosis.sqnr_db)} dB if only it is quantized"
     parts = [sqnr, *diagnosis.findings, *diagnosis.notes]
     fix = diagnosis.fix
@@ -143,10 +158,10 @@ def _line(diagnosis: Diagnosis, latency_fallback: LatencyFallback | None, *, pyt
         parts.append(no_fix)
     elif math.isinf(fix.gain_alone_db):
         gain = f"measured gain {text.decibels(fix.gain_db)} dB"
-        setting = shown_setting(fix.setting, python=python)
+        setting = shown_setting(fix.setting, form)
         parts.append(f"fix: keep it in float, {setting}, {gain}{_cost(diagnosis.group, latency_fallback)}")
     else:
-        setting = shown_setting(fix.setting, python=python)
+        setting = shown_setting(fix.setting, form)
         parts.append(f"fix: {setting}, measured gain {text.decibels(fix.gain_db)} dB, no latency cost")
     return "; ".join(parts)
 
@@ -169,18 +184,24 @@ def print_summary(folder: Path | str, console: Console) -> None:
     print_record(read_record(folder / "report.json"), folder, console)
 
 
-def print_record(record: RunRecord, folder: Path | str | None, console: Console) -> None:
-    """Print the choice of the engine, then the verdict, the table of results, and the facts of the run."""
+def print_record(record: RunRecord, folder: Path | str | None, console: Console, *, form: Form | None = None) -> None:
+    """Print the choice of the engine, then the verdict, the table of results, and the facts of the run.
+
+    ``form`` is that of the fixes, as in ``diagnosis_lines_of``.
+    """
     if record.choice is not None:
         print_choice(record.choice, console)
     if record.latency_fallback is not None and (
         record.latency_fallback.float_groups or record.latency_fallback.min_speedup is not None
     ):
         print_lines(latency_fallback_lines(record.latency_fallback), console, first="")
-    _print_verdict(record, console)
+    _print_verdict(record, console, form)
     heading = record.name if record.latency is None else f"{record.name}; speed relative to {record.latency.reference}"
     print_lines([heading], console, first="")
-    console.print(_table(record))
+    table = _table(record)
+    if console.measure(table, options=console.options.update(max_width=_WIDE)).maximum > console.width:
+        table = _table(record, narrow=True)
+    console.print(table)
     if noise := noise_sentence(record.latency):
         print_lines([noise], console, first="")
     if record.other_latencies:
@@ -204,20 +225,34 @@ def print_layers(folder: Path | str, console: Console) -> None:
     print_inspection(record.inspection, console)
 
 
-def _print_verdict(record: RunRecord, console: Console) -> None:
+def unquantized_words(coverage: Sequence[Site]) -> str | None:
+    """Return how many sites are not quantized, with the most frequent reason; None if all are quantized."""
+    sites = [site for site in coverage if site.ran]
+    reasons = counted(site.reason for site in sites if not site.quantized)
+    if not reasons:
+        return None
+    total = sum(number for _, number in reasons)
+    reason, number = reasons[0]
+    cause = "" if number == total else f"; main reason ({text.counted(number, 'site')})"
+    return f"{total} of {len(sites)} sites {'is' if total == 1 else 'are'} not quantized{cause}: {reason}"
+
+
+def _print_verdict(record: RunRecord, console: Console, form: Form | None) -> None:
     """Print the verdict with its reason, the other findings, and the diagnosis unless the verdict is usable."""
     verdict = verdict_of(record)
     print_labelled("verdict", str(verdict), console, style=_STYLES[verdict.level])
     for finding in verdict.reasons[1:]:
         print_labelled("", finding, console)
     if verdict.level != USABLE:
-        print_lines(diagnosis_lines_of(record), console, first="", rest="   ")
+        print_lines(diagnosis_lines_of(record, form), console, first="", rest="   ")
 
 
 def _print_facts(record: RunRecord, console: Console) -> None:
     """Print one line each on sizes, budget, fallback, texts and the engine."""
     for sentence in record.fixed_sizes:
         print_labelled("sizes", sentence, console)
+    if record.coverage and (sites := unquantized_words(record.coverage)) is not None:
+        print_labelled("sites", sites, console)
     if record.fallback is not None and record.fallback.outcome is not None:
         print_labelled("budget", budget_line(record.fallback.outcome), console)
     if record.fallback is not None and record.fallback.groups:
@@ -233,9 +268,11 @@ def _print_facts(record: RunRecord, console: Console) -> None:
 
 
 def _print_paths(record: RunRecord, folder: Path, console: Console) -> None:
-    """Print the paths of engine and report, and the command that shows layers."""
+    """Print the paths of engine and report, and the commands that show layers and coverage."""
     if record.inspection is not None:
         print_labelled("layers", f"quantizer show {folder} --layers", console, wrap=False)
+    if any(not site.quantized for site in record.coverage):
+        print_labelled("reasons", f"quantizer show {folder} --coverage", console, wrap=False)
     missing = "not built" if record.engine_refused is None else "refused, see the verdict"
     engine = missing if record.engine is None else str(folder / record.engine.path)
     page = folder / "report.html"
@@ -243,8 +280,8 @@ def _print_paths(record: RunRecord, folder: Path, console: Console) -> None:
     print_labelled("report", str(page if page.exists() else folder / "report.json"), console, wrap=False)
 
 
-def _table(record: RunRecord) -> RichTable:
-    """Return score (or worst output), speed and size of each form of the model."""
+def _table(record: RunRecord, *, narrow: bool = False) -> RichTable:
+    """Return score (or worst output), speed and size of each form of the model; ``narrow``: a size has two lines."""
     # Without empty lines around it, so that the result fits ten lines or so of a terminal.
     table = RichTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     scores = {entry.form: entry for entry in record.scores}
@@ -255,7 +292,8 @@ def _table(record: RunRecord) -> RichTable:
         entry = scores.get(name)
         cells = _score_cells(entry) if scores else _output_cells(None if name == "float" else record)
         style = "bold" if entry is not None and entry is record.score else None
-        table.add_row(*map(Text, [name, *cells, *_costs(record, name)]), style=style)
+        speed, size = _costs(record, name)
+        table.add_row(*map(Text, [name, *cells, speed, size.replace(" (", "\n(") if narrow else size]), style=style)
     return table
 
 
@@ -281,7 +319,7 @@ def _costs(record: RunRecord, name: str) -> list[str]:
     at = name == "float"
     speed = None if record.speeds is None else text.times(record.speeds[at].ratio_to_float)
     size = None if record.sizes is None else record.sizes[at]
-    shown_size = None if size is None else f"{text.times(size.ratio)} ({text.file_size(size.bytes)})"
+    shown_size = None if size is None else text.file_size(size.bytes) if at else text.size_words(size.bytes, size.ratio)
     return [speed or "not measured", shown_size or "not measured"]
 
 
@@ -314,7 +352,9 @@ def shares_line(inspection: Inspection) -> str:
         parts = [("of multiply-adds", share.multiply_add_share), ("of the time", share.time_share)]
         shown = [f"{text.percent(value)} {unit}" for unit, value in parts if value is not None and value >= _LEAST]
         if shown:
-            lines.append(f"{precision_name(share.precision)} {' and '.join(shown)}")
+            # No precision of data: integers such as token numbers and shapes.
+            name = "integers of indices" if share.precision == "index" else precision_name(share.precision)
+            lines.append(f"{name} {' and '.join(shown)}")
     return "; ".join([*lines, verified_words(inspection)])
 
 
@@ -324,8 +364,19 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     print_lines([verified_words(inspection)], console, first="", style=style)
     if not inspection.shares:
         return
-    shares = replace(shares_table(inspection), title="precision in the ONNX file")
-    console.print(shares.terminal(titled=not inspection.verified))
+    shares = shares_table(inspection)
+    # Headings of several lines fit a terminal of 60 columns.
+    titles = (
+        "precision",
+        "layers",
+        "share of\nlayers",
+        "MatMul/\nConv/\nGemm",
+        "share of\nmultiply-\nadds",
+        "share of\ntime",
+    )
+    columns = [replace(column, title=title) for column, title in zip(shares.columns, titles, strict=True)]
+    shares = replace(shares, title="precision in the ONNX file", columns=columns)
+    console.print(shares.terminal(titled=not inspection.verified, compact=True))
     print_lines(engine_facts(inspection), console)
     timed = [layer for layer in inspection.layers if layer.time_us is not None]
     if timed:

@@ -99,6 +99,27 @@ def file_size(size_bytes: float) -> str:
     return f"{kib:,.1f} KiB" if kib < 0.1 * 2**10 else f"{kib / 2**10:,.1f} MiB"
 
 
+SAME = 0.05
+"""Ratios within this distance of 1 count as no change, because timings vary as much."""
+
+
+def compared(ratio: float, better: str, worse: str) -> str:
+    """Return float divided by engine in words: ``2.71x smaller``, ``1.52x larger`` or ``about the same``."""
+    if ratio >= 1 + SAME:
+        return f"{times(ratio)} {better}"
+    return "about the same" if ratio > 1 - SAME else f"{times(1 / ratio)} {worse}"
+
+
+def size_words(size_bytes: float, ratio: float) -> str:
+    """Return a size beside that of float: ``2.3 MiB (2.71x smaller)``, ``1.4 MiB (1.52x larger)``."""
+    return f"{file_size(size_bytes)} ({compared(ratio, 'smaller', 'larger')})"
+
+
+def memory_words(peak_mib: float, ratio: float) -> str:
+    """Return a peak of memory beside that of float: ``212 MiB (1.31x lower)``."""
+    return f"{peak_mib:,.0f} MiB ({compared(ratio, 'lower', 'higher')})"
+
+
 def count(value: int) -> str:
     """Return a whole number with separators: ``22,713,216``."""
     return f"{value:,}"

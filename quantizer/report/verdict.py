@@ -239,7 +239,7 @@ def _disk(record: RunRecord) -> list[str]:
         return ["Size was not measured."]
     entry, reference = record.sizes
     figures = f"{file_size(entry.bytes)} against {file_size(reference.bytes)}"
-    return [f"On disk it is {_compare(entry.ratio, 'smaller', 'larger')} ({figures})."]
+    return [f"On disk it is {text.compared(entry.ratio, 'smaller', 'larger')} ({figures})."]
 
 
 def _memory(record: RunRecord) -> list[str]:
@@ -247,17 +247,7 @@ def _memory(record: RunRecord) -> list[str]:
         return ["Memory was not measured."]
     entry, reference = record.peaks
     figures = f"{entry.peak_mib:,.0f} MiB against {reference.peak_mib:,.0f} MiB"
-    return [f"Its peak memory is {_compare(entry.ratio, 'lower', 'higher')} ({figures})."]
-
-
-_SAME = 0.05
-"""Ratios of sizes and memory within this distance of 1 count as equal."""
-
-
-def _compare(ratio: float, better: str, worse: str) -> str:
-    if ratio >= 1 + _SAME:
-        return f"{ratio:.2f} times {better}"
-    return "about the same" if ratio > 1 - _SAME else f"{1 / ratio:.2f} times {worse}"
+    return [f"Its peak memory is {text.compared(entry.ratio, 'lower', 'higher')} ({figures})."]
 
 
 def _score(record: RunRecord) -> list[str]:

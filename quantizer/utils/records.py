@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantizer.plan.reasons import ReasonCode, RuleKind
+from quantizer.plan.reasons import ReasonCode, RuleKind, ran
 from quantizer.utils.plain_values import yaml_values
 
 LOW_PRECISIONS = ("int8", "fp8", "int4", "fp4")
@@ -48,7 +48,8 @@ class Layer:
     memory layout), ``move`` (moves values unchanged), ``addition``, ``normalization``; empty for others."""
     precision: str = "unknown"
     """The precision of its computation: ``int8``, ``fp8``, ``int4``, ``fp16``, ``bf16``, ``fp32``; ``index`` for
-    integers and booleans that are not data, ``unknown`` if the engine does not report it."""
+    integers and booleans that are no quantized values, such as indices, token numbers and shapes (``indices`` in
+    tables); ``unknown`` if the engine does not report it."""
     writes: str = "unknown"
     """The type of its first output, in the same words."""
     nodes: tuple[str, ...] = ()
@@ -212,7 +213,13 @@ _HIDDEN_REASONS = (
 )
 
 
-_FUNCTIONAL = ("torch", "nn", "functional.py")
+_NOT_REWRITTEN = (ReasonCode.PASSED_ON, ReasonCode.IN_F_STRING)
+
+
+def is_of_torch(file: str) -> bool:
+    """Return whether a source file holds the layers and functions of ``torch.nn``."""
+    parts = PurePath(file).parts
+    return parts[-3:] == ("torch", "nn", "functional.py") or parts[-4:-1] == ("torch", "nn", "modules")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,21 +314,22 @@ class Site(Record):
 
     @property
     def quiet(self) -> bool:
-        """True for sites that tables omit: additions that never qualify, and embeddings not worth quantizing."""
+        """True for sites that tables omit: branches of torch that its modules do not take, additions that never
+        qualify, and embeddings not worth quantizing."""
         if self.kind == "embedding" and not self.quantized:
             return self.rule in {RuleKind.SWITCH.text(key="embedding", value=value) for value in ("false", "auto")}
+        code = ReasonCode.of(self.reason)
+        if code is ReasonCode.OTHER_BRANCH:
+            return True
         if self.kind != "residual_add" or self.quantized:
             return False
-        code = ReasonCode.of(self.reason)
-        # torch.nn.functional adds sizes and offsets, not the branches of a model.
-        return code in _HIDDEN_REASONS or (
-            code is ReasonCode.PASSED_ON and PurePath(self.file).parts[-3:] == _FUNCTIONAL
-        )
+        # In calls that cannot be rewritten, torch adds sizes and offsets, not the branches of a model.
+        return code in _HIDDEN_REASONS or (code in _NOT_REWRITTEN and is_of_torch(self.file))
 
     @property
     def ran(self) -> bool:
         """False if calibration never reached it, such as the branch for another ``padding_mode`` in ``nn.Conv2d``."""
-        return ReasonCode.of(self.reason) is not ReasonCode.NEVER_RAN
+        return ran(self.reason)
 
     @property
     def place(self) -> str:
@@ -346,7 +354,8 @@ class UnquantizedProduct(Record):
     reason: str
     """The reason, from a fixed list, such as ``excluded by rule``."""
     detail: str = ""
-    """The evidence: the calling function and line, the type of the operands, or the reason of the site."""
+    """The evidence: the calling function and line, the type of the operands, the rule, or the reason of the site; empty
+    if the reason says it all."""
 
 
 @dataclass(frozen=True, kw_only=True)

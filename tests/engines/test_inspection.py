@@ -164,6 +164,13 @@ def test_blocks_are_listed_as_ranges() -> None:
     assert inspection.reasons == ("5 MatMul/Conv/Gemm layers are FP32, with non-quantized operands: net.layer.0 to 4",)
 
 
+def test_blocks_that_are_not_consecutive_have_full_names() -> None:
+    names = ("stage1.0", "stage1.1", "stage2.0", "stage2.1", "stage3.0")
+    layers = [product(f"{name}.fc/MatMul", "fp32") for name in names] + [product("x/MatMul")]
+    (reason,) = inspection_from_layers("openvino", layers, verified=True, note="").reasons
+    assert reason.endswith("operands: stage1.0, stage1.1, stage2.0, stage2.1 and 1 more")
+
+
 def test_attention_apart() -> None:
     layers = [
         product("q", "fp32", readers=("scale",)),

@@ -66,9 +66,8 @@ _MASKS = (
     # Time that is left: whether it is told depends on how long the stages took.
     (re.compile(r", (about |at least )?[\d.]+ (s|min|h)( left)?(?=$|,)", re.M), ""),
     (re.compile(r"^  [\d.]+ (s|min|h)\n", re.M), ""),
-    (re.compile(rf"\b[\d.]+x \([\d.]+ ({_UNITS})\)"), r"#x (# \1)"),
     (re.compile(rf"(?<![\w.])-?\d+(\.\d+)? ({_UNITS})\b"), r"# \2"),
-    (re.compile(r"(?<=^\| size \| # )(.*) [\d.]+x \|$", re.M), r"\1 #x |"),
+    (re.compile(r"(?<=iB \()([\d.]+x \w+|about the same)(?=\))"), "#"),
     # Layers and values that an engine names by counting.
     (re.compile(r"_\d{3,}\b"), "_#"),
     # Of two sizes that are equally far from float the worse one differs from one CPU to the next.

@@ -64,7 +64,7 @@ def test_only_what_ran_is_counted_and_shown() -> None:
     title, text = coverage.title(), coverage.text()
     assert title.startswith("sites quantized: conv 3 of 3, linear 1 of 1, residual_add 1 of 1; 100.0% of ")
     # The other branch of each nn.Conv2d, and the counter of each nn.BatchNorm2d.
-    assert title.endswith("; print .all for 6 sites that never ran")
+    assert title.endswith("; print .all for 6 sites in other branches of torch's code")
     assert "never ran in calibration" not in text
     assert "stem.0._conv_forward.conv2d_0" not in text
     assert len(coverage.shown) == 5
@@ -76,10 +76,9 @@ def test_all_shows_the_rest() -> None:
     whole = coverage.all
     assert isinstance(whole, Coverage)
     assert "print .all" not in whole.title()
-    assert whole.text().count("never ran in calibration") == 6
+    assert whole._repr_html_().count("that this module does not take") == 6
     assert "stem.0._conv_forward.conv2d_0" in whole.text()
     assert len(whole.shown) == len(whole) == len(coverage)
-    assert "never ran" in whole._repr_html_()
     assert whole.not_quantized is coverage.not_quantized
     # The first object is as it was.
     assert len(coverage.shown) == 5
@@ -90,7 +89,7 @@ def test_a_branch_that_never_ran_does_not_count_where_a_rule_decides_either() ->
     assert coverage.by_kind() == {"conv": (2, 3), "linear": (1, 1), "residual_add": (0, 1)}
     reasons = {row.name: row.reason for row in coverage}
     assert reasons["stem.0._conv_forward.conv2d_1"] == "excluded by rule"
-    assert reasons["stem.0._conv_forward.conv2d_0"] == "never ran in calibration"
+    assert reasons["stem.0._conv_forward.conv2d_0"].startswith("a branch in the code of torch")
 
 
 def test_counters_are_no_residual_adds_before_calibration_either() -> None:
@@ -183,7 +182,7 @@ def test_an_offset_in_an_embedding_is_not_shown() -> None:
 def test_a_report_counts_what_ran_too() -> None:
     records = site_records(_calibrated().coverage)
     assert sum(site.ran for site in records) == 5
-    assert len(records) == 11
+    assert len(records) == 5
 
 
 def _mlp(**options: Any) -> Quantizer:

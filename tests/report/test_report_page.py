@@ -35,6 +35,7 @@ from quantizer.report import (
 )
 from quantizer.report.charts.axes import histogram_figure
 from quantizer.report.charts.plots import candidates_svg, frontier_svg
+from quantizer.report.model_card import write_run_card
 from quantizer.report.page import diff_files
 from quantizer.report.tables import choice_table
 from quantizer.report.terminal import print_choice
@@ -275,11 +276,24 @@ def test_verdict_on_the_score(interval: tuple[float, float] | None, better: bool
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(25, "On disk it is 4.00 times smaller"), (99, "it is about the same"), (200, "it is 2.00 times larger")],
+    [(25, "On disk it is 4.00x smaller"), (99, "it is about the same"), (200, "it is 2.00x larger")],
     ids=["smaller", "same", "larger"],
 )
 def test_verdict_on_the_size(size: int, words: str) -> None:
     assert words in verdict(bare_record(size=size_entries({"float": 100, "engine": size})))
+
+
+def test_a_larger_engine_is_called_larger_everywhere(tmp_path: Path) -> None:
+    sizes = size_entries({"float": 1 * 2**20, "engine": 3 * 2**19})
+    record = dataclasses.replace(sample_record(), size=sizes)
+    stream = io.StringIO()
+    print_record(record, tmp_path, Console(file=stream, width=100))
+    write_run_card(record, tmp_path)
+    page = html_from_record(record)
+    assert "1.5 MiB (1.50x larger)" in stream.getvalue()
+    assert "| size | 1.0 MiB | 1.5 MiB (1.50x larger) |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert page.count("1.50\N{MULTIPLICATION SIGN} larger") == 3
+    assert "0.67" not in stream.getvalue()
 
 
 def test_reasons_that_differ_in_numbers_are_counted_together() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from argparse import Namespace
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -11,13 +12,15 @@ import pytest
 from report_samples import sample_record
 from rich.console import Console
 
+from quantizer.cli.output import parser_of
+from quantizer.cli.show import Show
 from quantizer.engines import Inspection
 from quantizer.errors import QuantizerError
 from quantizer.report import RunRecord, print_record, write_record
 from quantizer.report.tables import Column, Table, names, numbers, string_from_table
-from quantizer.report.terminal import print_layers
+from quantizer.report.terminal import print_layers, shares_line, unquantized_words
 from quantizer.report.text import print_labelled, wrapped
-from quantizer.utils.records import Layer, PrecisionShare
+from quantizer.utils.records import Layer, PrecisionShare, Site
 
 LONG = "encoder.layer.11.attention.output.dense.site_forward_linear_0/MatMul/MatMulScaleFusion"
 
@@ -70,6 +73,73 @@ def test_layers_are_shown_when_they_are_asked_for(tmp_path: Path, width: int) ->
     assert lines[start + 4].split()[0].endswith("Fusion11")
     bullets = [line for line in lines if line.startswith(("- ", "  "))]
     assert any(line.startswith("  ") for line in bullets)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_precisions_and_their_headings_are_whole(tmp_path: Path, width: int) -> None:
+    record = _record()
+    assert record.inspection is not None
+    bf16 = replace(record.inspection.shares[0], precision="bf16")
+    inspection = replace(record.inspection, shares=(*record.inspection.shares, bf16))
+    write_record(replace(record, inspection=inspection), tmp_path / "report.json")
+    stream = io.StringIO()
+    print_layers(tmp_path, Console(file=stream, width=width))
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert [line[0] for line in lines if line[:1] in (["INT8"], ["BF16"])] == ["INT8", "BF16"]
+    assert ["precision", "layers", "layers", "Gemm", "adds", "time"] in lines
+
+
+def test_the_first_column_never_shrinks() -> None:
+    columns = [Column("label", itemgetter(0)), *(numbers(f"number {at}", itemgetter(1)) for at in range(5))]
+    shown = string_from_table(Table("", columns, [("BF16", 123456)]).terminal(titled=False), 50)
+    assert "BF16" in shown
+
+
+def test_integers_of_indices_are_named_so() -> None:
+    share = PrecisionShare(
+        precision="index", layers=3, layer_share=0.75, products=0, multiply_add_share=None, time_share=0.011
+    )
+    inspection = _record().inspection
+    assert inspection is not None
+    assert "integers of indices 1.10% of the time" in shares_line(replace(inspection, shares=(share,)))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_coverage_of_a_run_is_shown(tmp_path: Path, width: int) -> None:
+    record = sample_record()
+    write_record(record, tmp_path / "report.json")
+    stream = io.StringIO()
+    assert Show()(_arguments(tmp_path), Console(file=stream, width=width)) == 0
+    shown = stream.getvalue()
+    skipped = [site for site in record.coverage if not site.quantized]
+    ran = [site for site in record.coverage if site.ran]
+    count = sum(site.ran for site in skipped)
+    assert shown.startswith(f"{count} of {len(ran)} sites {'is' if count == 1 else 'are'} not quantized")
+    assert all(site.name in shown for site in skipped)
+    assert " ".join(skipped[0].reason.split()[:2]) in shown
+    print_record(record, tmp_path, console := Console(file=io.StringIO(), width=200))
+    assert shown.splitlines()[0].split(" not ")[0] in console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"reasons quantizer show {tmp_path} --coverage" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_run_that_quantized_nothing_has_no_coverage(tmp_path: Path) -> None:
+    write_record(replace(sample_record(), coverage=()), tmp_path / "report.json")
+    with pytest.raises(QuantizerError, match="the run quantized nothing, so there is no coverage to show"):
+        Show()(_arguments(tmp_path), Console(file=io.StringIO()))
+
+
+def _arguments(folder: Path) -> Namespace:
+    return parser_of([Show()]).parse_args(["show", str(folder), "--coverage"])
+
+
+def test_the_main_reason_is_named_with_its_sites() -> None:
+    site = Site(name="a", kind="linear", host_type="Linear", file="", line=0, quantized=True, reason="int8")
+    rest = [replace(site, name=name, quantized=False, reason=reason) for name, reason in zip("bcd", "xxy", strict=True)]
+    assert unquantized_words([site]) is None
+    assert unquantized_words([site, rest[0]]) == "1 of 2 sites is not quantized: x"
+    assert unquantized_words([site, *rest]) == "3 of 4 sites are not quantized; main reason (2 sites): x"
+    never = replace(site, name="e", quantized=False, reason="never ran in calibration")
+    assert unquantized_words([site, never]) is None
 
 
 def test_a_run_without_an_engine_has_no_layers(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="quantize_model needs enginequant[onnx,onnxruntime,report]")
 
 import quantizer
+from quantizer.cli.convert import Convert
+from quantizer.cli.output import parser_of
 from quantizer.engines import load_engine
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import ConfigError, EngineError, QuantizerError, SensitivityError
+from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.engine_module import CALL
 from quantizer.pipeline.scores import FunctionMetric
 from quantizer.report.record import shown_setting
@@ -172,14 +176,36 @@ def test_what_goes_back_can_be_given_as_the_report_says(made: Any, tmp_path: Pat
 def test_a_cure_can_be_given_as_it_is_shown() -> None:
     fix = Fix(setting="exclude: {names: [head], sites: [second.forward.linear_0]}", gain_db=3.0, gain_alone_db=4.0)
     cause = Diagnosis(group="second.forward.linear_0", sqnr_db=9.0, findings=("far",), fix=fix)
-    (line,) = diagnosis_lines([cause], python=True)
+    (line,) = diagnosis_lines([cause], form="python")
     (shown,) = re.findall(r"fix: (exclude=\{.*?\}), measured", line)
     assert _keywords(shown) == {"exclude": {"names": ["head"], "sites": ["second.forward.linear_0"]}}
     excluded = quantizer.Quantizer(**_keywords(shown)).config.exclude
     (line,) = diagnosis_lines([cause])
     (shown,) = re.findall(r"fix: (quantizer: .*?), measured", line)
     assert quantizer.Quantizer(yaml.safe_load(shown)).config.exclude == excluded
-    assert yaml.safe_load(shown_setting("fallback: {names: [a]}", python=False)) == {"fallback": {"names": ["a"]}}
+    assert yaml.safe_load(shown_setting("fallback: {names: [a]}", "yaml")) == {"fallback": {"names": ["a"]}}
+
+
+def test_a_fix_can_be_pasted_into_convert() -> None:
+    fix = Fix(setting="exclude: {names: [head], sites: ['second.{a,b}']}", gain_db=3.0, gain_alone_db=4.0)
+    (line,) = diagnosis_lines([Diagnosis(group="head", sqnr_db=9.0, findings=("far",), fix=fix)], form="options")
+    (shown,) = re.findall(r"fix: (--set .*?), measured", line)
+    (only,) = diagnosis_lines(
+        [
+            Diagnosis(
+                group="stem", sqnr_db=9.0, fix=Fix(setting="exclude: {names: [stem]}", gain_db=3.0, gain_alone_db=4.0)
+            )
+        ],
+        form="options",
+    )
+    assert "fix: --set 'quantizer.exclude.names=[stem]', measured gain 3.0 dB" in only
+    arguments = parser_of([Convert()]).parse_args(["convert", "-m", "a:net", "--quantization", *shlex.split(shown)])
+    (config,) = conversion_configs(
+        {"model": "a:net", "quantization": True, "inputs": "a:data", "output": Path("out"), "set": arguments.set},
+        function=True,
+    )
+    assert config.quantizer.exclude.names == ("head",)
+    assert config.quantizer.exclude.sites == ("second.{a,b}",)
 
 
 @pytest.mark.parametrize(
