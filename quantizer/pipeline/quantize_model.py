@@ -243,7 +243,7 @@ def quantize_model(
             scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=higher_is_better)
             work = partial(module_workload, float_model, run_config.model.source, batches, scorer)
             with alone():
-                record = carry_out(run_config, folder, False, console, work)
+                record = carry_out(run_config, folder, False, console, work, scored=score is not None)
             assert record is not None
             if record.engine_refused is not None:
                 raise EngineError(refusal(record.engine_refused))

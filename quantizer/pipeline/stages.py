@@ -466,7 +466,7 @@ def _builds(of: Outline) -> Iterator[str]:
     if of.changed or not of.here or ((of.writes or not of.config.quantize) and not of.chooses):
         yield from ("export", "build the engines")
     yield "compare the outputs"
-    if of.searches and of.here and of.config.qat is None:
+    if of.checks_drop:
         yield CHECK_BY_FUNCTION if of.by_function else CHECK_ON_ROWS
     if of.config.fallback is not None and of.config.fallback.min_speedup is not None and of.here:
         yield "check the speed goal"
@@ -484,7 +484,8 @@ def _inspects(_: Outline) -> Iterator[str]:
 
 
 def _scores_engine(of: Outline) -> Iterator[str]:
-    if of.scored and of.here and (of.changed or not of.chooses):
+    # A function has scored the engine in the check of its drop.
+    if of.scored and of.here and (of.changed or not of.chooses) and not (of.by_function and of.checks_drop):
         yield "score the engine"
     if of.writes:
         yield "compare the generated texts"
