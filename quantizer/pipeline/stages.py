@@ -19,6 +19,7 @@ from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.config import AmpConfig, RunConfig, dump_yaml
 from quantizer.errors import EngineError
 from quantizer.pipeline.benchmark import build_options, measure_latency, measure_memory
+from quantizer.pipeline.check_rules import check_rules
 from quantizer.pipeline.choose_engine import PickedBackend, pick_backend
 from quantizer.pipeline.compare_outputs import (
     NOTHING_DB,
@@ -101,12 +102,11 @@ def load(job: Job) -> None:
     job.budget.warn("fallback.max_drop")
     job.latency_fallback = RunLatencyFallback(job.context, config, job.target, job.graphs)
     require_tools({config.quantizer.backend: build_options(config)}, html="html" in config.report.formats)
-    job.work.check()
     if config.quantize:
         job.quantizer = Quantizer(config.quantizer)
-        if config.quantizer.formats:
-            # Raises early if a rule matches nothing.
-            job.quantizer.inspect(job.model)
+        check_rules(job.quantizer, job.model, config.fallback)
+    # Scores the float model if a function does that.
+    job.work.check()
 
 
 def calibrate(job: Job) -> None:
