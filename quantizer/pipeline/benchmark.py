@@ -133,9 +133,12 @@ def _call(model: Runnable, batch: Batch) -> Callable[[], object]:
 
 
 def with_deployed(
-    choice: EngineChoice | None, latency: Latency | None, backend: str, is_float_right: bool = True
+    choice: EngineChoice | None, latency: Latency | None, backend: str, is_float_right: bool = True, load: str = ""
 ) -> EngineChoice | None:
-    """Return a choice that names the fastest file of the run, because the fallback may have changed the order."""
+    """Return a choice that names the fastest file of the run, because the fallback may have changed the order.
+
+    ``load`` is the Python code that loads the float engine; empty without one.
+    """
     entries = {} if latency is None else {entry.name: entry for entry in latency.engines}
     if choice is None or latency is None or latency.reference == PYTORCH or not {"float", "engine"} <= set(entries):
         return choice
@@ -147,7 +150,8 @@ def with_deployed(
         return choice
     best, lost = choice.candidates[0], f"{plain}; the quantized {low} next to it has {text.times(ratio)} its speed"
     other = f"; {best.name} was faster than both" if best.is_float and best.backend != backend else ""
-    return replace(choice, deploy=f"{lost}{other}")
+    code = load and f"; load it with {load}"
+    return replace(choice, deploy=f"{lost}{other}{code}")
 
 
 def deployed(record: RunRecord) -> str:
