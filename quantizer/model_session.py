@@ -17,7 +17,7 @@ from quantizer.algorithms.qat import Scales
 from quantizer.algorithms.qat.session import QatSession
 from quantizer.algorithms.sensitivity import Fallback, Loss, Metric, fallback_for_target, operands_of
 from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
-from quantizer.algorithms.sensitivity.session import Sensitivity, SensitivitySession
+from quantizer.algorithms.sensitivity.session import Sensitivity, SensitivitySession, unranked
 from quantizer.algorithms.settings import tell_where_nothing_is_quantized, warn_of_float32
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError, ProxyError, SensitivityError
@@ -337,13 +337,29 @@ class ModelSession:
             self.use_fallback(fallback_for_target(self.fallback, self._chosen_in, None, plan), plan)
         return self.decided(self.fallback)
 
-    def choose(self, amp: nn.Module | None, *, latency_costs: LatencyCosts | None, **options: Any) -> Fallback:
-        """Choose groups to keep in float, by the ranking of ``amp`` or by latency costs; see ``Quantizer.fallback``."""
-        if amp is None and latency_costs is not None:
-            return self.use_fallback(Fallback(groups=(), asked="latency_costs", slower=latency_costs.slower()))
+    def choose(
+        self,
+        amp: nn.Module | None,
+        choice: Mapping[str, Any],
+        *,
+        latency_costs: LatencyCosts | None,
+        **options: Any,
+    ) -> Fallback:
+        """Choose groups to keep in float; see ``Quantizer.fallback``.
+
+        Args:
+            amp: the proxy with the ranking; None: choose by name or by latency costs.
+            choice: ``num``, ``ratio``, ``names``, ``max_drop`` and ``min_speedup``, of which one is not None.
+            latency_costs: the latency cost of each group; None if not measured.
+            options: the other arguments of ``SensitivitySession.fallback``.
+        """
+        if amp is None:
+            plan = self.decided()
+            return self.use_fallback(unranked(plan, choice, latency_costs), plan)
         if self.amp is None or amp is not self.amp.proxy:
             raise ProxyError("fallback() expects the proxy that the last amp() of this Quantizer returned")
-        return self.use_fallback(self.amp.fallback(latency_costs=latency_costs, **options), self.amp.measured_plan)
+        chosen = self.amp.fallback(latency_costs=latency_costs, **choice, **options)
+        return self.use_fallback(chosen, self.amp.measured_plan)
 
     def use_fallback(self, fallback: Fallback, plan: Plan | None = None) -> Fallback:
         """Use a fallback of ``plan`` (None: the calibrated plan) from now on, and return it."""

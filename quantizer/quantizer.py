@@ -218,7 +218,7 @@ class Quantizer:
 
     def fallback(
         self,
-        amp: nn.Module | None,
+        amp: nn.Module | None = None,
         *,
         num: int | None = None,
         ratio: float | None = None,
@@ -240,11 +240,13 @@ class Quantizer:
             quantizer.fallback(proxy, num=4)  # the proxy that amp() returned
             quantizer.fallback(proxy, max_drop=0.01, metric=accuracy)
 
-        Pass exactly one of the five. With ``latency_costs``, groups that are slower in low precision fall back as well;
-        with ``amp=None`` only these do, and none of the five is needed. A second call replaces the choice of the first.
+        Pass exactly one of the five. With ``latency_costs``, groups that are slower in low precision fall back as well.
+        Without ``amp``, none of the five is needed then, and only these groups fall back. A second call replaces the
+        choice of the first.
 
         Args:
-            amp: the proxy that ``amp()`` returned; None: ``latency_costs`` alone decides.
+            amp: the proxy that ``amp()`` returned, after data ran through it; ``names`` and ``latency_costs`` do not
+                need it.
             num: the number of most sensitive groups that fall back.
             ratio: the share of all groups that fall back, 0 to 1.
             names: groups, or patterns of modules, sites and operands (``encoder.layer.0``, ``**.forward.add_0``).
@@ -262,8 +264,9 @@ class Quantizer:
             tell: for ``max_drop``: a callback after each score, with the groups that were in float and the drop.
 
         Raises:
-            SensitivityError: no data ran through ``amp``, an argument is out of bounds, or the metric returns no
-                number.
+            SensitivityError: no data ran through ``amp``, it is missing, an argument is out of bounds, or the metric
+                returns no number.
+            CalibrationError: nothing was calibrated yet.
             ProxyError: ``amp`` is not the proxy that the last ``amp()`` of this quantizer returned.
         """
         with ordinary_tensors():
@@ -271,7 +274,7 @@ class Quantizer:
             choice = {"num": num, "ratio": ratio, "names": names, "max_drop": max_drop, "min_speedup": min_speedup}
             search = {"max_evaluations": max_evaluations, "cache": cache, "tell": tell}
             return self._session.choose(
-                amp, latency_costs=latency_costs, metric=score_metric, costs=costs, **search, **choice
+                amp, choice, latency_costs=latency_costs, metric=score_metric, costs=costs, **search
             )
 
     def clear_fallback(self) -> None:

@@ -75,6 +75,11 @@ SCRIPTS = {
     "transformers": Script(("transformers",), frozenset({"my-int8-model"})),
     "formats": Script(),
     "exclude": Script(),
+    "stem-net": Script(),
+    "change-one-layer": Script(_EXPORT, frozenset({"stem-in-float"}), imports=(("stem_net.py", "stem-net"),)),
+    "change-saved-quantizer": Script(
+        _EXPORT, frozenset({"my-quantizer", "model.engine"}), imports=(("stem_net.py", "stem-net"),)
+    ),
     "concept-source": Script(),
     "concept-sensitivity": Script(),
     "onnx-input": Script(_EXPORT, frozenset({"my-model.onnx", "my-net-int8"})),
@@ -324,6 +329,21 @@ def test_the_guide_of_torch_models_as_it_is_written(tmp_path: Path) -> None:
         assert [score.form for score in record.scores] == ["float", "proxy", "engine"]
         assert record.scores[0].value > 0.5
         assert (tmp_path / folder / "model.engine").is_file()
+
+
+@pytest.mark.parametrize("key", ["quantizer.exclude.names", "fallback.names"])
+def test_the_command_that_changes_one_layer(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _skip_without(*_EXPORT)
+    page = _text("docs/how-to/exclude.md")
+    assert f"--set '{key}=[stem]'" in page
+    (line,) = [line for line in _lines(page) if line.startswith("quantizer convert")]
+    (tmp_path / "stem_net.py").write_text(_scripts()["stem-net"], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "stem_net", raising=False)
+    assert main(shlex.split(line.replace("quantizer.exclude.names", key))[1:]) == 0
+    in_float = Quantizer.load("stem-net-int8/quantizer").coverage.skipped
+    assert [row.name for row in in_float] == ["stem.forward.linear_0"]
 
 
 def test_yaml_of_the_guides_is_valid(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from quantizer.cli.check import Check
 from quantizer.cli.compare import Compare
 from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
-from quantizer.cli.output import Verb, parser_of, print_error, standard_output
+from quantizer.cli.output import Verb, parser_of, print_error, standard_output, warnings_without_place
 from quantizer.cli.run import Run
 from quantizer.cli.show import Show
 from quantizer.cli.validate import Validate
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _carried_out(verb: Verb, args: Namespace) -> int:
     """Run a command and print its error here, before a SIGTERM of torchrun can prevent it."""
     try:
-        with standard_output():
+        with standard_output(), warnings_without_place():
             return verb(args, Console())
     except QuantizerError as error:
         print_error(error)

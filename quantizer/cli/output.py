@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -41,6 +42,21 @@ def print_error(error: QuantizerError) -> None:
     print(f"{'' if rank in ('0', '?') else f'rank {rank}: '}error: {visible(str(error))}", file=sys.stderr)
     for term, sentence in list(words_in(str(error)).items())[:_WORDS]:
         print(f"  ({term}: {sentence})", file=sys.stderr)
+
+
+@contextmanager
+def warnings_without_place() -> Iterator[None]:
+    """Print warnings as ``warning: ...``, because their place in the code of the command helps no user of it."""
+
+    def plain(message: Warning | str, *_: object, **__: object) -> str:
+        return f"warning: {message}\n"
+
+    before = warnings.formatwarning
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextmanager

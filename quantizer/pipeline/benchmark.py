@@ -18,7 +18,7 @@ from quantizer.errors import EngineError
 from quantizer.pipeline.context import RunContext, Runnable, engine_inputs
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs, open_sizes
 from quantizer.report import EngineFile, Latency, MemoryEntry, RunRecord, latency_entries, memory_entries, text
-from quantizer.report.record import EngineChoice
+from quantizer.report.record import TIE, EngineChoice
 from quantizer.tasks import Batch, batch_shape
 from quantizer.utils.files import NO_STORE
 from quantizer.utils.sizes import BATCH, SEQUENCE
@@ -150,21 +150,29 @@ def _call(model: Runnable, batch: Batch) -> Callable[[], object]:
 
 
 def with_deployed(
-    choice: EngineChoice | None, latency: Latency | None, backend: str, is_float_right: bool = True
+    choice: EngineChoice | None, latency: Latency | None, backend: str, is_float_right: bool = True, load: str = ""
 ) -> EngineChoice | None:
-    """Return a choice that names the fastest file of the run, because the fallback may have changed the order."""
+    """Return a choice that names the fastest file of the run, because the fallback may have changed the order.
+
+    ``load`` is the Python code that loads the float engine; empty without one.
+    """
     entries = {} if latency is None else {entry.name: entry for entry in latency.engines}
     if choice is None or latency is None or latency.reference == PYTORCH or not {"float", "engine"} <= set(entries):
         return choice
     low, plain = (f"{stem}.engine" for stem in (QUANTIZED_STEM, FLOAT_STEM))
     ratio = entries["engine"].ratio_to_float
-    if ratio >= 1:
+    if not latency.reference.startswith(f"{backend} "):
+        return replace(
+            choice, deploy=f"{low}, {text.times(ratio)} as fast as the fastest float engine, {latency.reference}"
+        )
+    if ratio >= TIE:
         return replace(choice, deploy=f"{low}, {text.times(ratio)} as fast as {plain} next to it")
     if not is_float_right:
         return choice
     best, lost = choice.candidates[0], f"{plain}; the quantized {low} next to it has {text.times(ratio)} its speed"
     other = f"; {best.name} was faster than both" if best.is_float and best.backend != backend else ""
-    return replace(choice, deploy=f"{lost}{other}")
+    code = load and f"; load it with {load}"
+    return replace(choice, deploy=f"{lost}{other}{code}")
 
 
 def deployed(record: RunRecord) -> str:

@@ -99,7 +99,7 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
 
 
 def _without_noise(ran: list[Candidate], tried: Callable[[Candidate], int]) -> list[Candidate]:
-    """Return candidates by speed; among ties for the fastest of a format, the first one tried comes first."""
+    """Return candidates by speed; of ties for the fastest, float comes first, and of one format the first one tried."""
     order = list(ran)
     for is_float in (True, False):
         best = next((entry for entry in ran if entry.is_float is is_float), None)
@@ -107,6 +107,10 @@ def _without_noise(ran: list[Candidate], tried: Callable[[Candidate], int]) -> l
             start = order.index(best)
             tied = takewhile(partial(_is_tied, best), order[start:])
             order.insert(start, order.pop(order.index(min(tied, key=tried))))
+    plain = next((entry for entry in order if entry.is_float), None)
+    if plain is not None and plain.times_of(order[0]) < TIE:
+        # A float engine is more accurate than a quantized one that is no faster.
+        order.insert(0, order.pop(order.index(plain)))
     return order
 
 
@@ -202,10 +206,10 @@ def _headline(ran: Sequence[Candidate]) -> str:
     floats = [candidate for candidate in ran if candidate.is_float]
     quantized = [candidate for candidate in ran if not candidate.is_float]
     if best.is_float and quantized:
-        lost = text.times(quantized[0].times_of(best))
+        times = quantized[0].times_of(best)
         return (
-            f"no INT8 engine is faster than float on this CPU, so {best.name} is delivered: {quantized[0].name} takes "
-            f"{lost} its time"
+            f"no INT8 engine is {'clearly ' if times < 1 else ''}faster than float on this CPU, so {best.name} is "
+            f"delivered: {quantized[0].name} takes {text.times(times)} its time"
         )
     sentence = (
         f"{best.name} is {'the fastest' if all(entry.times_of(best) >= 1 for entry in ran) else 'as fast as any'}"

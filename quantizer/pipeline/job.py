@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quantizer.config import RunConfig
+from quantizer.config.data_section import MODULE
 from quantizer.engines import BuildResult, Inspection, runs_here
 from quantizer.pipeline.compare_outputs import OnlySizes, OutputCheck, References, Tolerance, distances_of, tolerance
 from quantizer.pipeline.context import RunContext, RunExamples, Runnable
@@ -163,24 +164,26 @@ class Outline:
     Attributes:
         here: the engines run on this machine.
         chooses: the engine is chosen among several.
+        scored: models and engines are scored.
     """
 
     config: RunConfig
     here: bool
     chooses: bool
+    scored: bool
 
     @classmethod
-    def of(cls, config: RunConfig, *, chooses: bool) -> Outline:
-        return cls(config, chooses or runs_here(config.quantizer.backend), chooses)
+    def of(cls, config: RunConfig, *, chooses: bool, scored: bool | None = None) -> Outline:
+        """Return the outline of a configuration; ``scored`` is None if the configuration names the score."""
+        if scored is None:
+            by_function = config.model.task is None
+            scored = (config.model.metric if by_function else config.data.evaluation) is not None
+        return cls(config, chooses or runs_here(config.quantizer.backend), chooses, scored)
 
     @property
     def by_function(self) -> bool:
-        """True if a function returns and scores the model."""
-        return self.config.model.task is None
-
-    @property
-    def scored(self) -> bool:
-        return self.config.model.metric is not None if self.by_function else self.config.data.evaluation is not None
+        """True if a function scores the model."""
+        return self.config.model.task in (None, MODULE)
 
     @property
     def writes(self) -> bool:
@@ -196,6 +199,11 @@ class Outline:
     def searches(self) -> bool:
         """True if a search keeps groups in float until the score meets a budget."""
         return self.config.fallback is not None and self.config.fallback.max_drop is not None
+
+    @property
+    def checks_drop(self) -> bool:
+        """True if the engine of the search is scored, and the search continues if the drop is too large."""
+        return self.searches and self.here and self.config.qat is None
 
     @property
     def changed(self) -> bool:

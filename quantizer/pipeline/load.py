@@ -203,6 +203,11 @@ def load_converted(
         if config.get("format") == FORMAT:
             _check(config)
     except (OSError, ValueError) as error:
+        if is_file(path / "config.yaml") and not is_file(path / CONFIG):
+            raise QuantizerError(
+                f"{path} has no tokenizer and no processor: it holds the engine of a module, or of `quantizer run`; "
+                f"load it with quantizer.load({json.dumps(str(path))})"
+            ) from error
         raise QuantizerError(
             f"{path} has no readable {CONFIG} ({type(error).__name__}: {error}); expected a folder OUT/BACKEND that "
             "`quantizer convert` wrote"

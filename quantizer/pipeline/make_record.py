@@ -25,6 +25,8 @@ def record_of(job: Job) -> RunRecord:
     config, backend = job.config, job.config.quantizer.backend
     built = {name: entry for name, entry in job.built.items() if "engine" not in job.refused or name != "engine"}
     latency = job.latencies[0] if job.latencies else None
+    # load_converted loads the engines of an encoder-decoder model.
+    load_float = "" if job.graphs.several else 'quantizer.load("FOLDER", float_engine=True)'
     engine = None
     if "engine" in built:
         engine = engine_file(backend, built["engine"], ran=latency is not None, scored=bool(job.scores))
@@ -45,7 +47,7 @@ def record_of(job: Job) -> RunRecord:
         size=sizes_of(built) if "float" in built else (),
         memory=job.memory,
         training=None if job.training is None else job.training.record(job.context.task),
-        choice=with_deployed(job.choice, latency, backend, "float" not in job.refused),
+        choice=with_deployed(job.choice, latency, backend, "float" not in job.refused, load_float),
         engine=engine,
         inspection=job.inspection,
         versions=collect_versions(),

@@ -195,16 +195,19 @@ class Outlook:
 
     @property
     def left(self) -> str:
-        """The remaining time of the command in words, empty if unknown; a lower bound if only some stages are known."""
+        """The remaining time of the command in words, empty if unknown; a lower bound if only some stages are known.
+
+        It is also empty if only the current stage is known, whose own estimate is shown.
+        """
         if not self._count:
             return ""
-        ahead = [self._next(name) for name in self._ahead]
-        current = None if self._expected is None else max(self._expected - self.elapsed, 0)
-        known = [seconds for seconds in (current, *ahead) if seconds is not None]
-        words = rounded_time(sum(known))
-        if not words:
+        ahead = [seconds for name in self._ahead if (seconds := self._next(name)) is not None]
+        current = 0 if self._expected is None else max(self._expected - self.elapsed, 0)
+        is_complete = self._expected is not None and len(ahead) == len(self._ahead)
+        words = rounded_time(current + sum(ahead))
+        if not words or not (ahead or is_complete):
             return ""
-        return f"{words} left" if len(known) == len(ahead) + 1 else f"at least {words} left"
+        return f"{words} left" if is_complete else f"at least {words} left"
 
     def _next(self, name: str) -> float | None:
         times = self._seconds.get(name)

@@ -210,8 +210,10 @@ def quantize_model(
         threads: the number of CPU threads of an engine.
         progress: print the stages; None: only in a terminal.
         fallback: the groups to keep in float, as the ``fallback`` section of a run: ``{"max_drop": 0.01}`` in units of
-            the score, or ``names``.
-        settings: fields of the configuration, such as ``backend="openvino"`` or ``exclude={"names": ["head"]}``.
+            the score, or ``{"names": ["head"]}``. Unlike ``exclude``, it keeps groups in float that were calibrated, so
+            ``result.quantizer.clear_fallback()`` quantizes them again.
+        settings: fields of the configuration, such as ``backend="openvino"`` or ``exclude={"names": ["head"]}``, which
+            leaves modules out before calibration.
 
     Returns:
         The chosen engine and the float engine, all measurements, the calibrated quantizer and the report. The files are
@@ -241,7 +243,7 @@ def quantize_model(
             scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=higher_is_better)
             work = partial(module_workload, float_model, run_config.model.source, batches, scorer)
             with alone():
-                record = carry_out(run_config, folder, False, console, work)
+                record = carry_out(run_config, folder, False, console, work, scored=score is not None)
             assert record is not None
             if record.engine_refused is not None:
                 raise EngineError(refusal(record.engine_refused))

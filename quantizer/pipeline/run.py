@@ -105,10 +105,12 @@ def convert(configs: Sequence[RunConfig], folder: Path, force: bool, console: Co
     return folder
 
 
-def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, load: Load) -> RunRecord | None:
+def carry_out(
+    config: RunConfig, folder: Path, force: bool, console: Console, load: Load, *, scored: bool | None = None
+) -> RunRecord | None:
     """Carry out a run of any workload, and return its record; see ``run`` for errors.
 
-    All processes must call this; only the first one gets the record.
+    All processes must call this; only the first one gets the record. ``scored`` is as in ``Outline.of``.
     """
     config, candidates = _resolved(config)
     check_run(config)
@@ -116,7 +118,8 @@ def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, lo
     checked_folder(folder, RUN, replace=force)
     require_sole_writer(folder)
     with _resume(folder, [(config, candidates)]) as kept, new_folder(folder, kind=RUN, replace=force) as target:
-        names, earlier = list(_names(config, candidates)), earlier_run(config, folder, chooses=candidates is not None)
+        names = list(_names(config, candidates, scored))
+        earlier = earlier_run(config, folder, chooses=candidates is not None)
         timer = StageTimer(console, Outlook(names, earlier))
         return carry_out_job(Job(config, folder.name, target, kept, timer, load, candidates))
 
@@ -147,9 +150,9 @@ def _resume(
     )
 
 
-def _names(config: RunConfig, candidates: Sequence[str] | None) -> Iterator[str]:
+def _names(config: RunConfig, candidates: Sequence[str] | None, scored: bool | None = None) -> Iterator[str]:
     """Return the names of the stages."""
-    return stage_names(Outline.of(config, chooses=candidates is not None))
+    return stage_names(Outline.of(config, chooses=candidates is not None, scored=scored))
 
 
 def _earlier(resolved: Sequence[tuple[RunConfig, Sequence[str] | None]], folder: Path) -> Iterator[Stage]:

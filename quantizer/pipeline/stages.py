@@ -21,6 +21,7 @@ from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.engines.measure import trial_process
 from quantizer.errors import EngineError
 from quantizer.pipeline.benchmark import build_options, measure_latency, measure_memory
+from quantizer.pipeline.check_rules import check_rules
 from quantizer.pipeline.choose_engine import PickedBackend, pick_backend
 from quantizer.pipeline.compare_outputs import (
     NOTHING_DB,
@@ -106,12 +107,11 @@ def load(job: Job) -> None:
     job.budget.warn("fallback.max_drop")
     job.latency_fallback = RunLatencyFallback(job.context, config, job.target, job.graphs)
     require_tools({config.quantizer.backend: build_options(config)}, html="html" in config.report.formats)
-    job.work.check()
     if config.quantize:
         job.quantizer = Quantizer(config.quantizer)
-        if config.quantizer.formats:
-            # Raises early if a rule matches nothing.
-            job.quantizer.inspect(job.model)
+        check_rules(job.quantizer, job.model, config.fallback)
+    # Scores the float model if a function does that.
+    job.work.check()
 
 
 def calibrate(job: Job) -> None:
@@ -478,7 +478,7 @@ def _builds(of: Outline) -> Iterator[str]:
     if of.changed or not of.here or ((of.writes or not of.config.quantize) and not of.chooses):
         yield from ("export", "build the engines")
     yield "compare the outputs"
-    if of.searches and of.here and of.config.qat is None:
+    if of.checks_drop:
         yield CHECK_BY_FUNCTION if of.by_function else CHECK_ON_ROWS
     if of.config.fallback is not None and of.config.fallback.min_speedup is not None and of.here:
         yield "check the speed goal"
@@ -496,7 +496,8 @@ def _inspects(_: Outline) -> Iterator[str]:
 
 
 def _scores_engine(of: Outline) -> Iterator[str]:
-    if of.scored and of.here and (of.changed or not of.scored_by_choice):
+    # A function has scored the engine in the check of its drop.
+    if of.scored and of.here and (of.changed or not of.scored_by_choice) and not (of.by_function and of.checks_drop):
         yield "score the engine"
     if of.writes:
         yield "compare the generated texts"

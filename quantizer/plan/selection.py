@@ -137,9 +137,13 @@ def _is_a(module: nn.Module, pattern: str) -> bool:
 
 
 def _no_match(place: str, pattern: str, problem: str, known: Iterable[str]) -> str:
+    return f"quantizer.{place}: {pattern!r} matches nothing: {problem} in the model{hint_of(pattern, known)}"
+
+
+def hint_of(pattern: str, known: Iterable[str]) -> str:
+    """Return a question with the known name that a pattern may mean; empty if none is similar."""
     near = difflib.get_close_matches(pattern, list(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"quantizer.{place}: {pattern!r} matches nothing: {problem} in the model{hint}"
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def by_kind(switches: Mapping[str, bool | str], kind: Kind) -> str | None:

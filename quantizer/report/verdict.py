@@ -201,7 +201,11 @@ def _judged_speed(record: RunRecord) -> list[tuple[str, str]]:
         # Conversions and encoder-decoder models have no float.engine beside the quantized one.
         alone = record.engine is not None and record.engine.path != "model.engine"
         run = ("report" in record.config or not record.config) and not alone
-        deploy = "; deploy float.engine" if run else "; convert without --quantization"
+        deploy = (
+            '; deploy float.engine, which quantizer.load("FOLDER", float_engine=True) loads'
+            if run
+            else "; convert without --quantization"
+        )
         of_another = record.engine is not None and not record.latency.reference.startswith(f"{record.engine.backend} ")
         deploy = "" if _float_is_wrong(record) or of_another else deploy
         slower = "is not faster" if ratio < 1 / TIE else "is not faster beyond noise"

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -148,6 +149,19 @@ def test_an_error_on_purpose_has_no_traceback(
     calls.error = EngineError("no [bold]engine[/bold]: do this")
     assert main([verb, good]) == 1
     assert capsys.readouterr().err == "error: no [bold]engine[/bold]: do this\n"
+
+
+def test_a_warning_has_no_place_in_the_code(good: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+
+    def doubtful(*_: object) -> None:
+        printed.append(warnings.formatwarning("fewer than 32 samples", UserWarning, "bin/quantizer", 6))
+
+    monkeypatch.setattr("quantizer.cli.inspect.inspect_model", doubtful)
+    before = warnings.formatwarning
+    assert main(["inspect", good]) == 0
+    assert printed == ["warning: fewer than 32 samples\n"]
+    assert warnings.formatwarning is before
 
 
 def test_another_error_is_not_hidden(calls: Calls, good: str) -> None:

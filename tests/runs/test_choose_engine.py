@@ -61,7 +61,8 @@ def test_noise_does_not_choose(time: float, names: list[str], headline: str) -> 
     [
         # By time; the first of each kind that are next to each other comes first.
         ({"a float32": 10.2, "a int8": 10.1, "b float32": 10.0}, ["b float32", "a int8", "a float32"]),
-        ({"a int8": 10.0, "b int8": 9.8, "a float32": 9.9}, ["b int8", "a float32", "a int8"]),
+        ({"a int8": 10.0, "b int8": 9.8, "a float32": 9.9}, ["a float32", "b int8", "a int8"]),
+        ({"a int8": 10.0, "b int8": 9.8, "a float32": 10.2}, ["b int8", "a int8", "a float32"]),
         (
             {"a float32": 4.0, "b int8": 12.0, "c int8": 11.9, "a int8": 13.0},
             ["a float32", "b int8", "c int8", "a int8"],
@@ -78,8 +79,11 @@ def test_only_engines_of_a_kind_are_tied(times: dict[str, float], names: list[st
 
 def test_another_format_is_another_choice() -> None:
     """An engine in float that is as fast as one in INT8 loses no accuracy."""
-    tried = [_candidate("a", "int8", 10.0), _candidate("a", "float32", 9.9)]
-    assert choose(tried, ["8 x 128"], ()).candidates[0].name == "a float32"
+    tried = [_candidate("a", "int8", 10.0), _candidate("a", "float32", 10.2)]
+    choice = choose(tried, ["8 x 128"], ())
+    assert choice.candidates[0].name == "a float32"
+    assert "no INT8 engine is clearly faster than float" in choice.headline
+    assert "a int8 takes 0.98x its time" in choice.headline
 
 
 def test_those_that_are_too_slow_are_not_timed_to_the_end() -> None:

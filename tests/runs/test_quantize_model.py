@@ -18,8 +18,10 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="quantize_model needs enginequant[onnx,onnxruntime,report]")
 
 import quantizer
+from quantizer.config import FallbackConfig
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import CalibrationError, CalibrationWarning, ConfigError, EngineError, QuantizerError, TaskError
+from quantizer.pipeline.check_rules import check_rules
 from quantizer.pipeline.latency_fallback import RunLatencyFallback
 from quantizer.report import read_record
 from quantizer.report.compare import compare, read_runs
@@ -92,6 +94,31 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def _mean_score(model: nn.Module) -> float:
     with torch.no_grad():
         return float(torch.cat([model(image) for image in _images()]).mean())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"exclude": {"names": ["headd"]}}, r"quantizer\.exclude\.names: 'headd' .*did you mean 'head'\?"),
+        ({"include": {"module_types": ["Linea"]}}, r"quantizer\.include\.module_types: .*did you mean 'Linear'\?"),
+        ({"exclude": {"sites": ["head.forward.linear_1"]}}, r"exclude\.sites: .*did you mean 'head.forward.linear_0'"),
+        ({"fallback": {"names": ["headd"]}}, r"fallback\.names: 'headd' matches nothing: .*did you mean 'head'\?"),
+        ({"fallback": {"names": ["head.forward.linear_0.input", "head.forward.linear_9"]}}, r"'head.forward.linear_9'"),
+    ],
+)
+def test_a_rule_that_matches_nothing_is_found_before_scoring(settings: dict[str, Any], message: str) -> None:
+    def score(_: nn.Module) -> float:
+        raise AssertionError("the model was scored")
+
+    with pytest.raises(ConfigError, match=message) as problems:
+        _quantize(_net(), _images(), score=score, **settings)
+    assert len(problems.value.problems) == 1
+
+
+@pytest.mark.parametrize("name", ["head", "*ea*", "head.forward.linear_0", "head.forward.linear_0.weight", "**"])
+def test_names_of_all_kinds_may_fall_back(name: str) -> None:
+    config = FallbackConfig(names=[name])
+    check_rules(quantizer.Quantizer(backend=ONNXRUNTIME), _net(), config)
 
 
 def test_causes_are_looked_for_on_some_rows_of_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:

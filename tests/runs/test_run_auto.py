@@ -117,8 +117,12 @@ def test_float_wins_and_is_named_in_the_end(
     assert record.choice.headline.startswith(
         f"no INT8 engine is faster than float on this CPU, so {ONNXRUNTIME} float32 is delivered"
     )
-    assert record.choice.deploy == "float.engine; the quantized model.engine next to it has 0.50x its speed"
-    assert said.splitlines()[-1] == f"deploy  {record.choice.deploy}"
+    load = 'quantizer.load("FOLDER", float_engine=True)'
+    assert record.choice.deploy == (
+        f"float.engine; the quantized model.engine next to it has 0.50x its speed; load it with {load}"
+    )
+    assert " ".join(said.split()).endswith(f"deploy {record.choice.deploy}")
+    assert eval(load.replace("FOLDER", str(at / "done")), {"quantizer": quantizer})
     assert "Deploy float.engine; the quantized" in (at / "done" / "report.html").read_text()
     assert (at / "done" / "float.engine").exists()
     assert (at / "done" / "model.engine").exists()

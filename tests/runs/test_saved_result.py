@@ -111,6 +111,11 @@ def test_the_parent_of_a_folder_that_can_be_loaded_leads_to_it(saved: Path, tmp_
         quantizer.load(tmp_path)
 
 
+def test_the_folder_of_a_module_is_for_load(saved: Path) -> None:
+    with pytest.raises(QuantizerError, match=r'the engine of a module, .* load it with quantizer\.load\(".*parts"\)$'):
+        quantizer.load_converted(saved)
+
+
 def test_a_file_of_another_backend_is_named(saved: Path) -> None:
     other = "torch" if ONNXRUNTIME.startswith("onnx") else "onnxruntime"
     message = rf"model.engine is an engine of onnxruntime.*, not of {other}: call load_engine"

@@ -27,6 +27,7 @@ from quantizer.algorithms.sensitivity import (
     per_cost,
     search,
 )
+from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.errors import SensitivityError
 from quantizer.plan.site_plan import OperandPlan, SitePlan
 from quantizer.utils.fingerprint import Fingerprint
@@ -453,6 +454,8 @@ def test_exactly_one_way_to_choose(given: dict[str, Any]) -> None:
     said = r"fallback\(\) takes one of num, ratio, names, max_drop, min_speedup; got num="
     with pytest.raises(SensitivityError, match=said):
         quantizer.fallback(amp, **given)
+    with pytest.raises(SensitivityError, match=said):
+        quantizer.fallback(**given)
 
 
 def test_names_on_a_model() -> None:
@@ -466,6 +469,29 @@ def test_names_on_a_model() -> None:
     assert quantizer.chosen_fallback == chosen
     quantizer.clear_fallback()
     assert all(site.quantized for site in quantizer.plan.values() if site.kind == "linear" and "layer.0" in site.name)
+
+
+def test_names_need_no_sensitivity(tmp_path: Path) -> None:
+    model, data, quantizer, amp = _measured()
+    by_ranking = quantizer.fallback(amp, names=["encoder.layer.0"])
+    quantizer.clear_fallback()
+    assert quantizer.fallback(names=["encoder.layer.0"]) == by_ranking
+    quantizer.clear_fallback()
+    quantizer.save(tmp_path / "q")
+    loaded = Quantizer.load(tmp_path / "q")
+    assert loaded.fallback(names=["encoder.layer.0"]) == by_ranking
+    assert not any(site.quantized for site in loaded.plan.values() if site.name.startswith("encoder.layer.0."))
+    loaded.quantize(model)(**data)
+    slower = LatencyCosts(groups={}, low_us=1.0, float_us=2.0, where="here")
+    assert loaded.fallback(None, names=["encoder.layer.1"], latency_costs=slower).groups
+
+
+@pytest.mark.parametrize("given", [{"num": 1}, {"ratio": 0.5}, {"max_drop": 0.1}, {"min_speedup": 2.0}])
+def test_other_choices_need_sensitivity(given: dict[str, Any]) -> None:
+    _, _, quantizer, _ = _measured()
+    (name,) = given
+    with pytest.raises(SensitivityError, match=rf"fallback\({name}=...\) needs the proxy that amp\(\) returned"):
+        quantizer.fallback(**given)
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:

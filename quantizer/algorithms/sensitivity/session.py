@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -205,6 +205,28 @@ class SensitivitySession:
             return known
 
         return score
+
+
+def unranked(plan: Plan, choice: Mapping[str, Any], latency_costs: LatencyCosts | None) -> Fallback:
+    """Return the groups that fall back by name or latency cost, without a ranking.
+
+    Args:
+        plan: the plan of calibration.
+        choice: ``num``, ``ratio``, ``names``, ``max_drop`` and ``min_speedup``, as in ``Quantizer.fallback``.
+        latency_costs: the latency cost of each group; None if not measured.
+    """
+    given = [name for name, value in choice.items() if value is not None]
+    if given or latency_costs is None:
+        _require_one(**choice)
+    slower = {} if latency_costs is None else latency_costs.slower()
+    if not given:
+        return Fallback(groups=(), asked="latency_costs", slower=slower)
+    if given != ["names"]:
+        raise SensitivityError(
+            f"fallback({given[0]}=...) needs the proxy that amp() returned, after data ran through it, because it "
+            "chooses by sensitivity; only names= needs none"
+        )
+    return replace(by_name(operands_of(plan), choice["names"]), slower=slower)
 
 
 def _require_one(**arguments: object) -> None:

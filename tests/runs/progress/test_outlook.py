@@ -50,6 +50,12 @@ def test_what_is_known_of_some_stages_is_the_least_that_is_left() -> None:
     assert outlook.left == "at least 35 s left"
 
 
+def test_the_estimate_of_the_stage_under_way_is_not_told_twice() -> None:
+    outlook = Outlook(["load", "search"], EARLIER)
+    outlook.begin("load")
+    assert (outlook.expected, outlook.left) == (4.0, "")
+
+
 def test_a_stage_that_comes_again_takes_what_it_took() -> None:
     outlook = Outlook(["export", "check"])
     outlook.begin("export")
