@@ -108,7 +108,7 @@ def _without_noise(ran: list[Candidate], tried: Callable[[Candidate], int]) -> l
             tied = takewhile(partial(_is_tied, best), order[start:])
             order.insert(start, order.pop(order.index(min(tied, key=tried))))
     plain = next((entry for entry in order if entry.is_float), None)
-    if plain is not None and plain.times_of(order[0]) < TIE:
+    if plain is not None and plain.times_of(ran[0]) < TIE:
         # A float engine is more accurate than a quantized one that is no faster.
         order.insert(0, order.pop(order.index(plain)))
     return order

@@ -62,7 +62,7 @@ def test_noise_does_not_choose(time: float, names: list[str], headline: str) -> 
         # By time; the first of each kind that are next to each other comes first.
         ({"a float32": 10.2, "a int8": 10.1, "b float32": 10.0}, ["b float32", "a int8", "a float32"]),
         ({"a int8": 10.0, "b int8": 9.8, "a float32": 9.9}, ["a float32", "b int8", "a int8"]),
-        ({"a int8": 10.0, "b int8": 9.8, "a float32": 10.2}, ["b int8", "a int8", "a float32"]),
+        ({"a int8": 10.0, "b int8": 9.8, "a float32": 10.2}, ["a int8", "b int8", "a float32"]),
         (
             {"a float32": 4.0, "b int8": 12.0, "c int8": 11.9, "a int8": 13.0},
             ["a float32", "b int8", "c int8", "a int8"],
