@@ -49,7 +49,7 @@ from quantizer.report import RunRecord, read_record, text
 from quantizer.report.compare import ComparedRun, Comparison, compare, failed_run, read_run
 from quantizer.report.compare_shown import write_comparison
 from quantizer.report.trackers import print_tracked
-from quantizer.report.verdict import USABLE, verdict_of
+from quantizer.report.verdict import loses_accuracy
 from quantizer.utils.child_process import child_environment, python_command, safe_children
 from quantizer.utils.files import restore_folder
 from quantizer.utils.files.temporary import read_marker
@@ -117,9 +117,9 @@ def logged_runs(runs: Sequence[SweepRun], folder: Path, force: bool) -> Iterator
 
 
 def lacks_diagnosis(record: RunRecord, config: RunConfig) -> bool:
-    """Return whether a run of a sweep still needs a diagnosis; usable runs need none."""
+    """Return whether a run of a sweep still needs a diagnosis: if accuracy is lost."""
     is_diagnosed = record.diagnosis_error is not None or any(stage.name == DIAGNOSE for stage in record.stages)
-    return not is_diagnosed and wants_diagnosis(config) and verdict_of(record).level != USABLE
+    return not is_diagnosed and wants_diagnosis(config) and loses_accuracy(record)
 
 
 def diagnosed(record: RunRecord, config: RunConfig, folder: Path, shared: LoadedWork, console: Console) -> RunRecord:

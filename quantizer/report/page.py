@@ -68,7 +68,7 @@ from quantizer.report.terminal import (
     verified_words,
 )
 from quantizer.report.text import error_words
-from quantizer.report.verdict import THRESHOLDS, USABLE, covered_share, verdict, verdict_of
+from quantizer.report.verdict import THRESHOLDS, covered_share, loses_accuracy, verdict, verdict_of
 
 if TYPE_CHECKING:
     import jinja2
@@ -272,7 +272,7 @@ def _header(record: RunRecord) -> dict[str, Any]:
         else [],
         "frontier": _safe(frontier_svg(record.latency_fallback) if record.latency_fallback else ""),
         "diagnoses": [text.typeset(line) for line in diagnosis_lines_of(record)],
-        "needs_fix": verdict_of(record).level != USABLE,
+        "needs_fix": loses_accuracy(record),
     }
 
 

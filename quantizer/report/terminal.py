@@ -28,7 +28,7 @@ from quantizer.report.record import (
 )
 from quantizer.report.tables import ENGINE_LAYERS, Table, choice_table, latency_table, precision_name, shares_table
 from quantizer.report.text import noise_sentence, print_labelled, print_lines
-from quantizer.report.verdict import LOOK, NOT, USABLE, verdict_of
+from quantizer.report.verdict import LOOK, NOT, USABLE, loses_accuracy, verdict_of
 from quantizer.utils.records import BudgetOutcome, Diagnosis, FallbackRecord, Inspection, Score, Site
 
 _STYLES = {USABLE: "green", LOOK: "yellow", NOT: "red"}
@@ -120,12 +120,12 @@ def latency_fallback_lines(latency_fallback: LatencyFallback) -> list[str]:
 
 
 def diagnosis_lines_of(record: RunRecord, form: Form | None = None) -> list[str]:
-    """Return the lines on the groups that cost most accuracy; fixes are included unless the verdict is usable.
+    """Return the lines on the groups that cost most accuracy; fixes are included if the run loses too much.
 
     ``form`` is that of the fixes; None: Python for a run from Python, else YAML.
     """
-    fixes = verdict_of(record).level != USABLE
-    lines = diagnosis_lines(record.diagnoses, record.latency_fallback, form=form or form_of(record), fixes=fixes)
+    fixes, form = loses_accuracy(record), form or form_of(record)
+    lines = diagnosis_lines(record.diagnoses, record.latency_fallback, form=form, fixes=fixes)
     if record.diagnosis_error is not None:
         lines.append(
             f"the diagnosis failed, so the groups that cost most accuracy are unknown: {record.diagnosis_error}"
@@ -238,12 +238,12 @@ def unquantized_words(coverage: Sequence[Site]) -> str | None:
 
 
 def _print_verdict(record: RunRecord, console: Console, form: Form | None) -> None:
-    """Print the verdict with its reason, the other findings, and the diagnosis unless the verdict is usable."""
+    """Print the verdict with its reason, the other findings, and the diagnosis if accuracy is lost."""
     verdict = verdict_of(record)
     print_labelled("verdict", str(verdict), console, style=_STYLES[verdict.level])
     for finding in verdict.reasons[1:]:
         print_labelled("", finding, console)
-    if verdict.level != USABLE:
+    if loses_accuracy(record):
         print_lines(diagnosis_lines_of(record, form), console, first="", rest="   ")
 
 

@@ -72,6 +72,11 @@ def verdict_of(record: RunRecord) -> Verdict:
     return Verdict(judged[0][0], tuple(reason for _, reason in judged))
 
 
+def loses_accuracy(record: RunRecord) -> bool:
+    """Return whether the score, the outputs or a budget ask for more accuracy, so that fixes are worth showing."""
+    return any(level != USABLE for level, _ in (*_goals(record), _accuracy(record)))
+
+
 def missed_goals(outcome: BudgetOutcome | None, latency_fallback: LatencyFallback | None) -> tuple[str, ...]:
     """Return a sentence for each missed goal: the accuracy budget and the speed."""
     missed = []
