@@ -172,10 +172,15 @@ class _Trial:
             )
             for setting, plan, plan_sqnr in self._measured_candidates
             if plan_sqnr - self._whole >= _LEAST_GAIN_DB / 2
-            and group in operands_of(plan)
-            and math.isfinite(gain := self.sqnr(plan, group) - alone)
-            and gain >= _LEAST_GAIN_DB
+            and (gain := self._gain_alone(plan, group, alone)) >= _LEAST_GAIN_DB
         ]
+
+    def _gain_alone(self, plan: Plan, group: str, alone: float) -> float:
+        """Return the gain of a plan in dB with only a group quantized; infinite if the plan keeps it in float."""
+        if group not in operands_of(plan):
+            return math.inf
+        gain = self.sqnr(plan, group) - alone
+        return gain if math.isfinite(gain) else -math.inf
 
     def _try(self, setting: Mapping[str, Any]) -> tuple[Mapping[str, Any], Plan, float]:
         session = CalibrationSession(settings_of(with_setting(self._config, setting)), self._model)

@@ -320,6 +320,18 @@ def test_the_operand_and_its_channels_are_named(
     assert any(text.startswith(words) for text in texts), found
 
 
+def test_a_setting_that_keeps_the_group_in_float_is_a_fix_of_it() -> None:
+    torch.manual_seed(0)
+    model, rows = _Block(fused=True).eval(), [torch.randn(4, 12, _WIDTH) for _ in range(2)]
+    with torch.no_grad():
+        _large_values(model)
+    found = make_calibrated(model, rows, backend="openvino").diagnose(model, rows, num=2).rows
+    assert {cause.group for cause in found} == {"out.forward.linear_0", "forward.scaled_dot_product_attention_0"}
+    # With SmoothQuant, the plan does not quantize the attention.
+    assert all(cause.fix is not None and "smoothquant_alpha" in cause.fix.setting for cause in found)
+    assert diagnosis_lines(found)[1].endswith("; fix: as in line 1")
+
+
 def test_the_channels_of_a_convolution_are_named() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)).eval()
