@@ -234,6 +234,6 @@ def test_a_reader_returns_a_list(monkeypatch) -> None:
     monkeypatch.setattr(examples.datasets, "_entries", {"texts": texts, "broken": lambda *_: {}["key"]})
     with pytest.raises(TaskError, match="data set 'texts' returned an object of generator; expected a list"):
         load_examples("texts")
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(KeyError, match="key") as caught:
         load_examples("broken")
     assert caught.value.__notes__ == ["in data set 'broken'"]
