@@ -173,11 +173,11 @@ def test_a_cure_can_be_given_as_it_is_shown() -> None:
     fix = Fix(setting="exclude: {names: [head], sites: [second.forward.linear_0]}", gain_db=3.0, gain_alone_db=4.0)
     cause = Diagnosis(group="second.forward.linear_0", sqnr_db=9.0, findings=("far",), fix=fix)
     (line,) = diagnosis_lines([cause], python=True)
-    (shown,) = re.findall(r"fix: (exclude=\{.*?\}), measured", line)
+    (shown,) = re.findall(r"fix: (exclude=\{.*?\}), output", line)
     assert _keywords(shown) == {"exclude": {"names": ["head"], "sites": ["second.forward.linear_0"]}}
     excluded = quantizer.Quantizer(**_keywords(shown)).config.exclude
     (line,) = diagnosis_lines([cause])
-    (shown,) = re.findall(r"fix: (quantizer: .*?), measured", line)
+    (shown,) = re.findall(r"fix: (quantizer: .*?), output", line)
     assert quantizer.Quantizer(yaml.safe_load(shown)).config.exclude == excluded
     assert yaml.safe_load(shown_setting("fallback: {names: [a]}", python=False)) == {"fallback": {"names": ["a"]}}
 
