@@ -25,7 +25,8 @@ from quantizer.algorithms.sensitivity.session import SensitivitySession
 from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.errors import CalibrationWarning
 from quantizer.numerics.formats import qtype
-from quantizer.plan.site_plan import OperandPlan, Plan, with_fallback
+from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan, with_fallback
+from quantizer.rewrite.operations import operation
 from quantizer.settings import settings_of
 from quantizer.utils.batches import arguments, run_batches
 from quantizer.utils.display import Rows
@@ -146,11 +147,10 @@ class _Trial:
 
         visit_calls(self._proxied.module, sites, self._batches, visit, "diagnoses")
         for (path, name, number), parts in values.items():
-            planned = next(operand for operand in self._plan[path].operands if operand.name == name).of_call(number)
-            linear = self._plan[path].kind == "linear"
-            rounded = [smoothed(part, planned) for part in parts]
-            flat = torch.cat([part.reshape(-1, part.shape[-1]) if linear else part.flatten() for part in rounded])
-            problems[planned.group or ""] += outliers(flat, planned, rows=linear)
+            entry = self._plan[path]
+            planned = next(operand for operand in entry.operands if operand.name == name).of_call(number)
+            found = outliers([smoothed(part, planned) for part in parts], planned, entry)
+            problems[planned.group or ""] += [f"{name}: {text}" for text in found]
         return {group: tuple(dict.fromkeys(texts)) for group, texts in problems.items()}
 
     def cause(self, group: str, alone: float, findings: tuple[str, ...]) -> Diagnosis:
@@ -172,10 +172,15 @@ class _Trial:
             )
             for setting, plan, plan_sqnr in self._measured_candidates
             if plan_sqnr - self._whole >= _LEAST_GAIN_DB / 2
-            and group in operands_of(plan)
-            and math.isfinite(gain := self.sqnr(plan, group) - alone)
-            and gain >= _LEAST_GAIN_DB
+            and (gain := self._gain_alone(plan, group, alone)) >= _LEAST_GAIN_DB
         ]
+
+    def _gain_alone(self, plan: Plan, group: str, alone: float) -> float:
+        """Return the gain of a plan in dB with only a group quantized; infinite if the plan keeps it in float."""
+        if group not in operands_of(plan):
+            return math.inf
+        gain = self.sqnr(plan, group) - alone
+        return gain if math.isfinite(gain) else -math.inf
 
     def _try(self, setting: Mapping[str, Any]) -> tuple[Mapping[str, Any], Plan, float]:
         session = CalibrationSession(settings_of(with_setting(self._config, setting)), self._model)
@@ -235,6 +240,12 @@ _LARGE_FRACTION = 4.0
 _TOKEN_SHARE = 0.01
 """The largest share of the rows that count as single tokens."""
 
+_SHOWN_CHANNELS = 3
+"""The most channels that a finding names."""
+
+_HEADS_DIM = 4
+"""The dimensions of an operand [B, H, T, D] with heads."""
+
 
 def smoothed(x: Tensor, planned: OperandPlan) -> Tensor:
     """Return an activation multiplied by its factors [K] along the smoothed axis, as before rounding."""
@@ -245,32 +256,65 @@ def smoothed(x: Tensor, planned: OperandPlan) -> Tensor:
     return moved.movedim(-1, planned.smooth_axis)
 
 
-def outliers(x: Tensor, planned: OperandPlan, *, rows: bool) -> list[str]:
+def outliers(parts: Sequence[Tensor], planned: OperandPlan, entry: SitePlan) -> list[str]:
     """Return the problems of the range of an activation, in words; empty if nothing stands out."""
-    structure = [] if not rows else _by_structure(x.detach().float().reshape(-1, x.shape[-1]).abs())
-    return [*structure, *_clipped(x.detach().double(), planned)]
+    row = "position" if entry.kind == "conv" else "token"
+    found: list[str] = []
+    for axis in _channel_axes(entry, planned.name):
+        views = [_by_channel(part, axis, entry) for part in parts]
+        # Tokens have no fixed number, so they are not the channels.
+        if not found and len({view.shape[-1] for view in views}) == 1:
+            found = _by_structure(torch.cat(views).float().abs(), row)
+    return [*found, *_clipped(torch.cat([part.flatten() for part in parts]).double(), planned)]
 
 
-def _by_structure(x: Tensor) -> list[str]:
-    """Return the finding of massive tokens, two branches or a few large channels in magnitudes x [N, K]."""
+def _channel_axes(entry: SitePlan, operand: str) -> tuple[int, ...]:
+    """Return the axes of an operand that may be its channels, from the end; () if they are unknown."""
+    if entry.kind == "conv":
+        return (operation(entry.operation).channels,)
+    if entry.kind not in ("linear", "matmul") or operand == "probabilities":
+        return ()
+    # The second factor of a multiplication holds the channels in its rows (keys) or columns (values).
+    return (-1, -2) if operand == "rhs" else (-1,)
+
+
+def _by_channel(x: Tensor, axis: int, entry: SitePlan) -> Tensor:
+    """Return an activation as [N, K] with its channels last; those of several heads are numbered one after another."""
+    x = x.movedim(axis, -1) if x.dim() >= -axis else x
+    if entry.kind == "matmul" and x.dim() == _HEADS_DIM:
+        x = x.transpose(1, 2).flatten(2)
+    return x.reshape(-1, x.shape[-1])
+
+
+def _by_structure(x: Tensor, row: str) -> list[str]:
+    """Return the finding of massive rows, two branches or a few large channels in magnitudes x [N, K]."""
     by_row = x.amax(1)
     few = max(1, int(_TOKEN_SHARE * len(x)))
     typical_rows = x[by_row <= by_row.sort(descending=True).values[few]] if len(x) > few else x
     largest, typical = float(by_row.max()), float(typical_rows.max())
     if typical > 0 and largest >= _OUTLIER_RATIO * float(by_row.median()) and largest >= _LARGE_FRACTION * typical:
-        count = int((by_row > typical).sum())
-        return [f"{_counted(count, 'token')} of {len(x)}: {largest / typical:.0f}x as large as the others"]
+        count = int((by_row >= _LARGE_FRACTION * typical).sum())
+        verb = "is" if count == 1 else "are"
+        return [f"{count} of {len(x)} {row}s {verb} {largest / typical:.0f}x as large as the others"]
     m = typical_rows.amax(0)
     half = _branches(m)
     if half is not None:
         return [half]
     median = float(m.median())
     if median > 0 and float(m.max()) >= _OUTLIER_RATIO * median:
-        count = int((m > m.max() / _LARGE_FRACTION).sum())
-        return [
-            f"its channels differ by {float(m.max()) / median:.0f}x: {_counted(count, 'channel')} with large values"
-        ]
+        large = (m > m.max() / _LARGE_FRACTION).nonzero().flatten().tolist()
+        return [f"{_named(large)} up to {float(m.max()) / median:.0f}x as large as the median of {len(m)} channels"]
     return []
+
+
+def _named(channels: Sequence[int]) -> str:
+    """Return channels in words, with at most three numbers, and their verb."""
+    shown = ", ".join(map(str, channels[:_SHOWN_CHANNELS]))
+    if len(channels) == 1:
+        return f"channel {shown} is"
+    if len(channels) <= _SHOWN_CHANNELS:
+        return f"channels {shown} are"
+    return f"{len(channels)} channels ({shown}, ...) are"
 
 
 def _branches(m: Tensor) -> str | None:
@@ -282,7 +326,8 @@ def _branches(m: Tensor) -> str | None:
             ratio = float(high.max() / low.max())
             if ratio >= _OUTLIER_RATIO:
                 return (
-                    f"one range for two branches: the channels before {cut} and those after it differ by {ratio:.0f}x"
+                    f"one range for two branches, the channels before {cut} and from {cut} on, which differ by "
+                    f"{ratio:.0f}x"
                 )
     return None
 
@@ -301,8 +346,4 @@ def _clipped(x: Tensor, planned: OperandPlan) -> list[str]:
     if error <= rounding:
         return []
     share = len(beyond) / x.numel()
-    return [f"{100 * share:.2g}% of its values are clipped, {100 * error / (error + rounding):.0f}% of its error"]
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return [f"{100 * share:.2g}% of the values are clipped, {100 * error / (error + rounding):.0f}% of its error"]

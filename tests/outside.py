@@ -28,10 +28,11 @@ _TIMEOUT_S = 300
 _PRELOADED = ("torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "onnx.reference", "onnxscript")
 
 
-def write_guide_module(folder: Path, page: str, name: str) -> None:
-    """Write the one block of Python of a page as a module."""
-    (block,) = re.findall(r"^```python\n(.*?)^```$", (GUIDES / page).read_text(encoding="utf-8"), flags=re.M | re.S)
-    (folder / f"{name}.py").write_text(block, encoding="utf-8")
+def write_guide_module(folder: Path, page: str, *names: str) -> None:
+    """Write the blocks of Python of a page as modules."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (GUIDES / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    for name, block in zip(names, blocks, strict=True):
+        (folder / f"{name}.py").write_text(block, encoding="utf-8")
 
 
 def apply_guide_changes(folder: Path, page: str) -> list[str]:

@@ -92,6 +92,8 @@ SCRIPTS = {
     "migrate-torch-quant": Script(),
     "add-a-backend": Script(("onnx", "onnxscript"), frozenset({"reference.onnx", "reference.engine"})),
     "add-a-task": Script(words=("--help",)),
+    "add-a-data-set": Script(),
+    "predict-a-number": Script(words=("--help",), imports=(("rated_texts.py", "add-a-data-set"),)),
     "add-a-site-kind": Script(("onnx", "onnxscript"), frozenset({"scores.onnx"})),
     "add-a-graph-pass": Script(("onnx", "onnxscript"), frozenset({"squares.onnx"})),
     "add-an-algorithm": Script(),

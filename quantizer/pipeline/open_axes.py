@@ -50,9 +50,10 @@ def settle_axes(context: RunContext, graphs: Graphs, opset: int, folder: Path) -
     names = from_first_rank(named, dict[str, Any])
     feed.keep_open({name: {axis: word for axis, word in enumerate(axes) if word} for name, axes in names.items()})
     feed.samples_independent = samples_are_independent(context.model, feed.example(), feed.sizes)
-    notes = tuple(_notes(feed.in_data, feed.sizes))
-    warn_user(notes)
-    return notes
+    notes = dict(_notes(feed.in_data, feed.sizes))
+    # The summary repeats the notes without the advice.
+    warn_user(f"{note}, {advice}" for note, advice in notes.items())
+    return tuple(notes)
 
 
 def samples_are_independent(model: nn.Module, batch: Batch, sizes: DataSizes) -> bool:
@@ -88,8 +89,8 @@ def _begins_with(full: Tensor, part: Any, rows: int) -> bool:
     return torch.allclose(full[:rows].double(), part.double(), rtol=_ALIKE, atol=_ALIKE, equal_nan=True)
 
 
-def _notes(in_data: DataSizes, kept_axes: DataSizes) -> Iterator[str]:
-    """Yield a sentence on each dimension that the model fixes."""
+def _notes(in_data: DataSizes, kept_axes: DataSizes) -> Iterator[tuple[str, str]]:
+    """Yield a note on each dimension that the model fixes, and the advice that continues it."""
     for dimension, sizes in in_data.seen.items():
         places = [
             f"axis {axis} of {name!r}"
@@ -108,8 +109,9 @@ def _notes(in_data: DataSizes, kept_axes: DataSizes) -> Iterator[str]:
         )
         yield (
             f"the engine accepts only {what} with a size of {sizes[0]} along {' and '.join(places)}: the model fixes "
-            f"that size, for example by len(x), int(x.shape[0]), a loop over x or view({sizes[0]}, ...).{varied} Use "
-            "x.shape and -1 in the model, or pass batches of the size that you need"
+            "that size",
+            f"for example by len(x), int(x.shape[0]), a loop over x, view({sizes[0]}, ...) or a parameter of that "
+            f"length.{varied} Use x.shape and -1 in the model, or pass batches of the size that you need",
         )
 
 

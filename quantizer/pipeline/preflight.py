@@ -333,7 +333,7 @@ def configured_warnings(config: RunConfig, examples: int) -> Iterator[str]:
     runs_engines = chooses(config) or config.quantizer.backend == AUTO or runs_here(config.quantizer.backend)
     searched = samples_searched(examples, checked=config.qat is None and runs_engines)
     metric = tasks[task].metric_name
-    yield from budget_warnings(fallback.max_drop, searched, metric, "fallback.max_drop")
+    yield from budget_warnings(fallback.max_drop, searched, examples, metric, "fallback.max_drop")
 
 
 _WORK = ("model", "quantize", "data", "amp", "fallback", "qat")

@@ -138,21 +138,30 @@ _ASSUMED_CHANGES = 0.01
 _NORMAL_95 = 1.96
 
 
-def budget_warnings(asked: float, samples: int, metric: str, option: str) -> Iterator[str]:
-    """Yield a warning if a budget is below the resolution or the noise of the tuning samples."""
+def budget_warnings(asked: float, samples: int, tuning: int, metric: str, option: str) -> Iterator[str]:
+    """Yield a warning if a budget is below the resolution or the noise of the tuning samples.
+
+    Args:
+        asked: the budget.
+        samples: the number of tuning samples that the search uses.
+        tuning: the number of all tuning samples.
+        metric: the name of the metric.
+        option: the option of the budget, as the user wrote it.
+    """
     if metric != "accuracy" or asked <= 0 or samples <= 0:
         return
     step, noise = 1 / samples, _NORMAL_95 * math.sqrt(_ASSUMED_CHANGES / samples)
+    others = f" (of {tuning}; the others check the engine)" if samples < tuning else ""
     if asked < step:
         yield (
-            f"{option}: {asked:g} is below one of the {samples} tuning samples of the search, which is {step:.4f} of "
-            f"the accuracy, so that only a drop of 0 meets it; use at least {math.ceil(1 / asked)} samples, or a "
-            "larger drop"
+            f"{option}: {asked:g} is below one of the {samples} tuning samples of the search{others}, which is "
+            f"{step:.4f} of the accuracy, so that only a drop of 0 meets it; use at least "
+            f"{math.ceil(tuning / samples / asked)} tuning samples, or a larger drop"
         )
     elif asked < noise:
         yield (
-            f"{option}: {asked:g} is within the noise of the {samples} tuning samples: if 1 of 100 answers "
-            f"changes, chance alone moves the accuracy by {noise:.4f} (95%)"
+            f"{option}: {asked:g} is within the noise of the {samples} tuning samples of the search{others}: if 1 of "
+            f"100 answers changes, chance alone moves the accuracy by {noise:.4f} (95%)"
         )
 
 
@@ -212,7 +221,8 @@ class EngineBudget:
         """Print a warning if the samples of the search cannot resolve the budget."""
         if self.asked is not None and self.searched:
             metric = self._context.task.metric_name
-            for line in budget_warnings(self.asked, len(self.searched), metric, option):
+            tuning = len(self.searched) + len(self._rows)
+            for line in budget_warnings(self.asked, len(self.searched), tuning, metric, option):
                 self._context.timer.tell(f"warning: {line}")
 
     def next_drop(self, engine: Runnable | None, groups: int) -> float | None:

@@ -29,7 +29,7 @@ from quantizer.report.record import (
 from quantizer.report.tables import ENGINE_LAYERS, Table, choice_table, latency_table, precision_name, shares_table
 from quantizer.report.text import noise_sentence, print_labelled, print_lines
 from quantizer.report.verdict import LOOK, NOT, USABLE, loses_accuracy, verdict_of
-from quantizer.utils.records import BudgetOutcome, Diagnosis, FallbackRecord, Inspection, Score, Site
+from quantizer.utils.records import BudgetOutcome, Diagnosis, FallbackRecord, Fix, Inspection, Score, Site
 
 _STYLES = {USABLE: "green", LOOK: "yellow", NOT: "red"}
 """Styles of verdicts."""
@@ -140,30 +140,27 @@ def diagnosis_lines(
     form: Form = "yaml",
     fixes: bool = True,
 ) -> list[str]:
-    """Return a numbered line for each group that costs most accuracy."""
-    return [
-        f"{number}. {_line(diagnosis, latency_fallback, form=form, fixes=fixes)}"
-        for number, diagnosis in enumerate(diagnoses, start=1)
-    ]
+    """Return a numbered line for each group that costs most accuracy; a fix of several groups is given once."""
+    lines: list[str] = []
+    number_of: dict[str, int] = {}
+    for number, diagnosis in enumerate(diagnoses, start=1):
+        sqnr = f"output SQNR {text.decibels(diagnosis.sqnr_db)} dB if only it is quantized"
+        parts = [f"{number}. {diagnosis.group}: {sqnr}", *(diagnosis.findings or ["no cause found"]), *diagnosis.notes]
+        if fixes and diagnosis.fix is not None:
+            known = number_of.setdefault(diagnosis.fix.setting, number)
+            fix = _fix(diagnosis.fix, diagnosis.group, latency_fallback, form)
+            parts.append(fix if known == number else f"fix: as in line {known}")
+        elif fixes and diagnosis.findings:
+            parts.append("no setting that was tried improves it")
+        lines.append("; ".join(parts))
+    return lines
 
 
-def _line(diagnosis: Diagnosis, latency_fallback: LatencyFallback | None, *, form: Form, fixes: bool) -> str:
-    sqnr = f"{diagnosis.group}: output SQNR {text.decibels(diagnosis.sqnr_db)} dB if only it is quantized"
-    parts = [sqnr, *diagnosis.findings, *diagnosis.notes]
-    fix = diagnosis.fix
-    if not fixes:
-        return "; ".join(parts)
-    if fix is None:
-        no_fix = "no setting that was tried improves it" if diagnosis.findings else "its inputs are not unusual"
-        parts.append(no_fix)
-    elif math.isinf(fix.gain_alone_db):
-        gain = f"measured gain {text.decibels(fix.gain_db)} dB"
-        setting = shown_setting(fix.setting, form)
-        parts.append(f"fix: keep it in float, {setting}, {gain}{_cost(diagnosis.group, latency_fallback)}")
-    else:
-        setting = shown_setting(fix.setting, form)
-        parts.append(f"fix: {setting}, measured gain {text.decibels(fix.gain_db)} dB, no latency cost")
-    return "; ".join(parts)
+def _fix(fix: Fix, group: str, latency_fallback: LatencyFallback | None, form: Form) -> str:
+    in_float = math.isinf(fix.gain_alone_db)
+    setting = shown_setting(fix.setting, form)
+    cost = _cost(group, latency_fallback) if in_float else ", no latency cost"
+    return f"fix: {'keep it in float, ' if in_float else ''}{setting}, output SQNR {fix.gain_db:+.1f} dB{cost}"
 
 
 def _cost(group: str, latency_fallback: LatencyFallback | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quantizer.tasks import (
     audio,
     classification,
+    datasets,
     depth_estimation,
     fill_mask,
     multiple_choice,
@@ -33,7 +34,6 @@ from quantizer.tasks.datasets import (
     Speech,
     Text,
     Words,
-    datasets,
     folder_holds,
     load_examples,
     read_images,

@@ -96,7 +96,7 @@ class SequenceClassification(Task):
 
     def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
         """Return the class of each sample [N]."""
-        labels = np.array([example.label for example in examples_of_kind(examples, Text, self.name)], dtype=np.int64)
+        labels = class_numbers([example.label for example in examples_of_kind(examples, Text, self.name)], self.name)
         require_classes(labels, self.classes)
         return labels
 
@@ -108,7 +108,10 @@ class SequenceClassification(Task):
 
     def score(self, predictions: Predictions, examples: Sequence[Example]) -> float:
         """Return the accuracy."""
-        require_classes(self.targets(examples), predictions.outputs.shape[1])
+        targets = self.targets(examples)
+        # A subclass may have numbers as targets.
+        if targets.dtype.kind == "i":
+            require_classes(targets, predictions.outputs.shape[1])
         return super().score(predictions, examples)
 
     def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -116,6 +119,17 @@ class SequenceClassification(Task):
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         return compare_classifiers(float_predictions, other)
+
+
+def class_numbers(labels: Sequence[object], task: str) -> npt.NDArray[np.int64]:
+    """Return labels as class numbers [N]; raise ``TaskError`` for anything but integers from 0."""
+    for number, label in enumerate(labels, start=1):
+        if not isinstance(label, int | np.integer) or label < 0:
+            raise TaskError(
+                f"task {task!r}: sample {number} has the label {label!r}, expected a class number (an integer from 0). "
+                "If the target is not a class, override targets() and paired() in a task of your own"
+            )
+    return np.array(labels, dtype=np.int64)
 
 
 def require_classes(labels: npt.NDArray[Any], classes: int | None) -> None:
@@ -177,15 +191,17 @@ class FileClassification(Task):
         return compare_classifiers(float_predictions, other)
 
     def _number(self, example: Image | Audio) -> int:
-        count = self.classes.count(example.label)
+        # A reader of your own may return numbers.
+        label = str(example.label)
+        count = self.classes.count(label)
         if count == 1:
-            return self.classes.index(example.label)
-        number = class_number(example.label)
+            return self.classes.index(label)
+        number = class_number(label)
         if not count and number is not None and number < len(self.classes):
             return number
         shown = ", ".join(map(repr, self.classes[:_SHOWN])) + (", ..." if len(self.classes) > _SHOWN else "")
         raise TaskError(
-            f"{example.path}: the label {example.label[:60]!r} is "
+            f"{example.path}: the label {label[:60]!r} is "
             f"{f'the name of {count} classes' if count else 'no class'} of the model; expected one of its "
             f"{len(self.classes)} names ({shown}), or a number from 0 to {len(self.classes) - 1}"
         )
@@ -228,7 +244,7 @@ class EmbeddingClassification(Task):
         return [f"{self._pooling.prompt}{example.text}" for example in examples_of_kind(examples, Text, self.name)]
 
     def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
-        return np.array([example.label for example in examples_of_kind(examples, Text, self.name)], dtype=np.int64)
+        return class_numbers([example.label for example in examples_of_kind(examples, Text, self.name)], self.name)
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
         return self._pooling.embeddings(output, batch["attention_mask"])

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
+from quantizer.tasks.classification import class_numbers
 from quantizer.tasks.datasets.examples import Choices, Example
 from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.metrics import accuracy, kl_divergence, label_flips, sqnr_db
@@ -92,7 +93,15 @@ class MultipleChoice(Task):
         ]
 
     def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
-        return np.array([example.label for example in examples_of_kind(examples, Choices, self.name)], dtype=np.int64)
+        checked = examples_of_kind(examples, Choices, self.name)
+        labels = class_numbers([example.label for example in checked], self.name)
+        for number, (example, label) in enumerate(zip(checked, labels, strict=True), start=1):
+            if label >= len(example.choices):
+                raise TaskError(
+                    f"task {self.name!r}: sample {number} has the label {label}, expected the index of one of its "
+                    f"{len(example.choices)} choices (0 to {len(example.choices) - 1})"
+                )
+        return labels
 
     def outputs(
         self, run: Run, examples: Sequence[Example], progress: Progress | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, Generic, Literal, TypeVar
 
 from quantizer.errors import ConfigError, QuantizerError
@@ -36,6 +37,8 @@ class Registry(Generic[T]):
         reserved: names that entries must not have.
         of: whether entries are classes or objects; None: either.
         has: the attributes that each entry must have.
+        call: the names of the positional arguments with which each entry is called; None: not checked.
+        returns: what such a call returns, for messages.
     """
 
     def __init__(
@@ -46,12 +49,16 @@ class Registry(Generic[T]):
         reserved: Sequence[str] = (),
         of: Literal["class", "object"] | None = None,
         has: Sequence[str] = (),
+        call: Sequence[str] | None = None,
+        returns: str = "",
     ) -> None:
         self.kind = kind
         self._known = (*names, *reserved)
         self._reserved = reserved
         self._of = of
         self._has = has
+        self._call = call
+        self._returns = returns
         self._entries: dict[str, T] = {}
 
     def add(self, name: str) -> Callable[[T], T]:
@@ -79,6 +86,21 @@ class Registry(Generic[T]):
             raise ValueError(f"{self.kind} {name!r} is the class {kind}; expected an object: add({name!r})({kind}())")
         if missing := [attribute for attribute in self._has if not hasattr(entry, attribute)]:
             raise ValueError(f"{self.kind} {name!r} is {description}, which has no {', '.join(missing)}")
+        if self._call is not None:
+            self._check_call(name, entry, self._call)
+
+    def _check_call(self, name: str, entry: Any, arguments: Sequence[str]) -> None:
+        """Raise unless an entry can be called with positional arguments."""
+        if not callable(entry):
+            raise ValueError(f"{self.kind} {name!r} is an object of {type(entry).__name__}; expected a function")
+        parameters = signature(entry)
+        try:
+            parameters.bind(*arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"{self.kind} {name!r}: {getattr(entry, '__name__', type(entry).__name__)}() has the parameters "
+                f"{parameters}; expected ({', '.join(arguments)}), which returns {self._returns}"
+            ) from error
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:

@@ -20,7 +20,7 @@ NAME = "unbalanced-classification"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Where the guide's module lies, with a tiny classifier, its rows and a run that names the task."""
-    write_guide_module(tmp_path, "add-a-task.md", "macro_f1")
+    write_guide_module(tmp_path, "add-a-task.md", "macro_f1", "rated_texts", "probability")
     run = tiny_run(tmp_path)
     run["model"]["task"] = NAME
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
@@ -165,5 +165,51 @@ with pytest.raises(TaskError, match="returned 1 outputs for a batch of 2 texts i
     task.predict(run, rows)
 with pytest.raises(ValueError, match="task 'own' is an object of Broken; expected a class"):
     tasks.add("own")(task)
+""",
+    )
+
+
+def test_a_number_as_target(folder: Path) -> None:
+    (folder / "rated.tsv").write_text("0.9\tthe film is good\n0.1\tthe film is bad\n", encoding="utf-8")
+    run_outside(
+        folder,
+        """
+import numpy as np
+import probability
+import pytest
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from quantizer.tasks import Text, build_task, load_examples
+
+model = AutoModelForSequenceClassification.from_pretrained("model").eval()
+task = build_task("probability", model, AutoTokenizer.from_pretrained("model"), max_length=32)
+examples = load_examples("rated-texts", path="rated.tsv")
+assert examples == [Text("the film is good", 0.9), Text("the film is bad", 0.1)]
+predictions = task.predict(lambda batch: model(**batch), examples)
+expected = np.abs(model(**task.batches(examples)[0]).logits.softmax(-1)[:, 1].detach().numpy() - [0.9, 0.1]).mean()
+assert task.score(predictions, examples) == pytest.approx(expected, abs=1e-6)
+# Other numbers than probabilities are no classes of the model.
+assert task.score(predictions, [Text(example.text, 50.0) for example in examples]) > 48
+assert task.paired(predictions, predictions) == {"mean_change": 0}
+assert task.difference_interval(predictions, predictions, examples, n=10) == (0, 0)
+""",
+    )
+
+
+def test_the_registry_and_the_module_of_data_sets_are_one(folder: Path) -> None:
+    run_outside(
+        folder,
+        """
+import rated_texts
+import quantizer.tasks.datasets as module
+from quantizer.tasks import Text, datasets
+
+assert datasets is module
+assert module.Text is Text
+assert "rated-texts" in module.names()
+
+@module.add("another")
+def another(path, split, subset):
+    return []
 """,
     )

@@ -347,7 +347,7 @@ def test_fixes_are_shown_unless_the_verdict_is_usable() -> None:
     usable = dataclasses.replace(sample_record(), diagnoses=(found,))
     scores = tuple(dataclasses.replace(one, difference=-0.1, interval=None) for one in usable.scores)
     shown = "1. layer.3: output SQNR 24.7 dB if only it is quantized; its channels differ by 15\N{MULTIPLICATION SIGN}"
-    fix_shown = "fix: quantizer: {activations: {smoothquant_alpha: 0.7}}, measured gain 4.9 dB"
+    fix_shown = "fix: quantizer: {activations: {smoothquant_alpha: 0.7}}, output SQNR +4.9 dB"
     for record, needs_fix in ((usable, False), (dataclasses.replace(usable, scores=scores), True)):
         page = html_from_record(record)
         header = page[page.index("<header>") : page.index("</header>")]

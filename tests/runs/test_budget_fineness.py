@@ -26,7 +26,7 @@ from tiny_run import tiny_run
     ("asked", "rows", "metric", "said"),
     [
         (0.002, 200, "accuracy", "below one of the 200 tuning samples of the search, which is 0.0050"),
-        (0.002, 600, "accuracy", "within the noise of the 600 tuning samples"),
+        (0.002, 600, "accuracy", "within the noise of the 600 tuning samples of the search: if"),
         (0.02, 600, "accuracy", None),
         # Nothing lost is a budget that any rows can tell; and a rank correlation has no step.
         (0.0, 200, "accuracy", None),
@@ -34,10 +34,17 @@ from tiny_run import tiny_run
     ],
 )
 def test_what_rows_can_tell(asked: float, rows: int, metric: str, said: str | None) -> None:
-    found = list(budget_warnings(asked, rows, metric, "--max-drop"))
+    found = list(budget_warnings(asked, rows, rows, metric, "--max-drop"))
     assert len(found) == (said is not None)
     if said is not None:
         assert f"--max-drop: {asked:g} is {said}" in found[0]
+
+
+def test_samples_that_check_the_engine_are_named() -> None:
+    for asked, said in ((0.005, "is within the noise of"), (0.001, "is below one of")):
+        (line,) = budget_warnings(asked, 400, 600, "accuracy", "--max-drop")
+        expected = "the 400 tuning samples of the search (of 600; the others check the engine)"
+        assert line.startswith(f"--max-drop: {asked} {said} {expected}")
 
 
 @pytest.mark.parametrize("rows", [None, 15])
@@ -51,6 +58,7 @@ def test_validate_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows
     assert main(["validate", str(file)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"ok: {file}" in out
+    assert (out.count("time:"), out.count("memory:")) == (1, 1)
     # A third of the 16, or 15, checks the engine.
     assert f"warning: fallback.max_drop: 0.002 is below one of the {11 if rows is None else 10} tuning" in out
     del run["data"]["tuning"]

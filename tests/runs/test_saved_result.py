@@ -182,11 +182,11 @@ def test_a_cure_can_be_given_as_it_is_shown() -> None:
     fix = Fix(setting="exclude: {names: [head], sites: [second.forward.linear_0]}", gain_db=3.0, gain_alone_db=4.0)
     cause = Diagnosis(group="second.forward.linear_0", sqnr_db=9.0, findings=("far",), fix=fix)
     (line,) = diagnosis_lines([cause], form="python")
-    (shown,) = re.findall(r"fix: (exclude=\{.*?\}), measured", line)
+    (shown,) = re.findall(r"fix: (exclude=\{.*?\}), output", line)
     assert _keywords(shown) == {"exclude": {"names": ["head"], "sites": ["second.forward.linear_0"]}}
     excluded = quantizer.Quantizer(**_keywords(shown)).config.exclude
     (line,) = diagnosis_lines([cause])
-    (shown,) = re.findall(r"fix: (quantizer: .*?), measured", line)
+    (shown,) = re.findall(r"fix: (quantizer: .*?), output", line)
     assert quantizer.Quantizer(yaml.safe_load(shown)).config.exclude == excluded
     assert yaml.safe_load(shown_setting("fallback: {names: [a]}", "yaml")) == {"fallback": {"names": ["a"]}}
 
@@ -194,7 +194,7 @@ def test_a_cure_can_be_given_as_it_is_shown() -> None:
 def test_a_fix_can_be_pasted_into_convert() -> None:
     fix = Fix(setting="exclude: {names: [head], sites: ['second.{a,b}']}", gain_db=3.0, gain_alone_db=4.0)
     (line,) = diagnosis_lines([Diagnosis(group="head", sqnr_db=9.0, findings=("far",), fix=fix)], form="options")
-    (shown,) = re.findall(r"fix: (--set .*?), measured", line)
+    (shown,) = re.findall(r"fix: (--set .*?), output", line)
     (only,) = diagnosis_lines(
         [
             Diagnosis(
@@ -203,7 +203,7 @@ def test_a_fix_can_be_pasted_into_convert() -> None:
         ],
         form="options",
     )
-    assert "fix: --set 'quantizer.exclude.names=[stem]', measured gain 3.0 dB" in only
+    assert "fix: --set 'quantizer.exclude.names=[stem]', output SQNR +3.0 dB" in only
     arguments = parser_of([Convert()]).parse_args(["convert", "-m", "a:net", "--quantization", *shlex.split(shown)])
     (config,) = conversion_configs(
         {"model": "a:net", "quantization": True, "inputs": "a:data", "output": Path("out"), "set": arguments.set},

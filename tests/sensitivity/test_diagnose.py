@@ -19,7 +19,7 @@ from quantizer.diagnose import with_setting
 from quantizer.errors import CalibrationError
 from quantizer.plan.site_plan import Plan
 from quantizer.report.terminal import diagnosis_lines
-from quantizer.utils.records import Diagnosis
+from quantizer.utils.records import Diagnosis, Fix
 
 _WIDTH = 64
 
@@ -73,10 +73,14 @@ def _worst(model: nn.Module, rows: list[Tensor], **config: object) -> tuple[Quan
 @pytest.mark.parametrize(
     ("spoil", "config", "words"),
     [
-        (_channel, {"calibrator": "max"}, "1 channel with large"),
-        (_branches, {"calibrator": "max"}, "one range for two branches"),
-        (_token, {"calibrator": "max"}, "as large as the others"),
-        (_tail, {"calibrator": "percentile", "percentile": 99.0}, "values are clipped"),
+        (_channel, {"calibrator": "max"}, "input: channel 3 is up to"),
+        (
+            _branches,
+            {"calibrator": "max"},
+            "input: one range for two branches, the channels before 32 and from 32 on",
+        ),
+        (_token, {"calibrator": "max"}, "input: 4 of 1024 tokens are"),
+        (_tail, {"calibrator": "percentile", "percentile": 99.0}, "of the values are clipped"),
     ],
     ids=["channel", "branches", "token", "tail"],
 )
@@ -110,7 +114,7 @@ def test_a_healthy_model_has_costs_and_float_alone_mends_them() -> None:
     assert worst.setting.startswith("exclude: {sites: [")
     assert math.isinf(worst.gain_alone_db)
     assert 0.5 <= worst.gain_db < 20
-    assert "fix: keep it in float, exclude={" in diagnoses.text()
+    assert "no cause found; fix: keep it in float, exclude={" in " ".join(diagnoses.text().split())
 
 
 def test_to_leave_all_groups_in_float_is_no_cure() -> None:
@@ -118,7 +122,7 @@ def test_to_leave_all_groups_in_float_is_no_cure() -> None:
     model, rows = nn.Sequential(nn.Linear(_WIDTH, _WIDTH)).eval(), _rows(_plain, 1)
     (only,) = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"}).diagnose(model, rows)
     assert only.fix is None
-    assert diagnosis_lines([only])[0].endswith("dB if only it is quantized; its inputs are not unusual")
+    assert diagnosis_lines([only])[0].endswith("dB if only it is quantized; no cause found")
 
 
 def _unfoldable() -> nn.Module:
@@ -241,3 +245,116 @@ def test_an_operand_that_fused_attention_computes_itself(own: bool) -> None:
     model, rows = _Attention(own).eval(), [torch.randn(8, 8, 32) for _ in range(4)]
     found = make_calibrated(model, rows, backend="openvino").diagnose(model, rows[:2], num=10)
     assert any("scaled_dot_product_attention" in cause.group for cause in found)
+
+
+class _Block(nn.Module):
+    """Attention of four heads of 16 channels, fused or as two matrix multiplications, and an MLP."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, 128), nn.Linear(128, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if self.fused:
+            attended = functional.scaled_dot_product_attention(q, k, v)
+        else:
+            attended = torch.matmul(torch.matmul(q, k.transpose(-1, -2) / 4).softmax(-1), v)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+def _large_values(block: _Block) -> None:
+    for channel in (5, 40):
+        _scale(block.qkv, 2 * _WIDTH + channel, 3000)
+        block.out.weight[:, channel] /= 3000
+
+
+def _large_queries(block: _Block) -> None:
+    for channel in (5, 40):
+        _scale(block.qkv, channel, 1000)
+        _scale(block.qkv, _WIDTH + channel, 1 / 1000)
+
+
+def _large_keys(block: _Block) -> None:
+    for channel in range(3, 8):
+        _scale(block.qkv, channel, 1 / 1000)
+        _scale(block.qkv, _WIDTH + channel, 1000)
+
+
+def _large_hidden(block: _Block) -> None:
+    for channel in (7, 99):
+        _scale(block.up, channel, 2000)
+        block.down.weight[:, channel] /= 2000
+
+
+def _scale(linear: nn.Linear, channel: int, factor: float) -> None:
+    linear.weight[channel] *= factor
+    linear.bias[channel] *= factor
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fused", "site", "words"),
+    [
+        (_large_values, True, "scaled_dot_product_attention_0", "value: channels 5, 40 are up to"),
+        (_large_queries, True, "scaled_dot_product_attention_0", "query: channels 5, 40 are up to"),
+        (_large_keys, True, "scaled_dot_product_attention_0", "key: 5 channels (3, 4, 5, ...) are up to"),
+        (_large_values, False, "matmul_1", "rhs: channels 5, 40 are up to"),
+        (_large_queries, False, "matmul_0", "lhs: channels 5, 40 are up to"),
+        (_large_keys, False, "matmul_0", "rhs: 5 channels (3, 4, 5, ...) are up to"),
+        (_large_hidden, True, "down.forward.linear_0", "input: channels 7, 99 are up to"),
+    ],
+)
+def test_the_operand_and_its_channels_are_named(
+    spoil: Callable[[_Block], None], fused: bool, site: str, words: str
+) -> None:
+    torch.manual_seed(0)
+    model, rows = _Block(fused).eval(), [torch.randn(4, length, _WIDTH) for length in (12, 20)]
+    with torch.no_grad():
+        spoil(model)
+    quantizer = make_calibrated(model, rows, backend="openvino")
+    found = {cause.group: cause.findings for cause in quantizer.diagnose(model, rows, num=4).rows}
+    texts = [text for group, findings in found.items() if site in group for text in findings]
+    assert any(text.startswith(words) for text in texts), found
+
+
+def test_a_setting_that_keeps_the_group_in_float_is_a_fix_of_it() -> None:
+    torch.manual_seed(0)
+    model, rows = _Block(fused=True).eval(), [torch.randn(4, 12, _WIDTH) for _ in range(2)]
+    with torch.no_grad():
+        _large_values(model)
+    found = make_calibrated(model, rows, backend="openvino").diagnose(model, rows, num=2).rows
+    assert {cause.group for cause in found} == {"out.forward.linear_0", "forward.scaled_dot_product_attention_0"}
+    # With SmoothQuant, the plan does not quantize the attention.
+    assert all(cause.fix is not None and "smoothquant_alpha" in cause.fix.setting for cause in found)
+    assert diagnosis_lines(found)[1].endswith("; fix: as in line 1")
+
+
+def test_the_channels_of_a_convolution_are_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)).eval()
+    with torch.no_grad():
+        model[0].weight[4] *= 500
+        model[0].bias[4] *= 500
+    images = [torch.randn(4, 3, size, size) for size in (12, 16)]
+    quantizer = make_calibrated(model, images, backend="openvino", activations={"calibrator": "max"})
+    found = {cause.group: cause.findings for cause in quantizer.diagnose(model, images).rows}
+    (text,) = found["1._conv_forward.conv2d_1"]
+    assert text.startswith("input: channel 4 is up to")
+    assert text.endswith("as large as the median of 16 channels")
+
+
+def test_a_fix_of_several_groups_is_given_once() -> None:
+    fix = Fix(setting="activations: {smoothquant_alpha: 0.7}", gain_db=9.6, gain_alone_db=12.0)
+    other = Fix(setting="exclude: {sites: [c]}", gain_db=0.7, gain_alone_db=math.inf)
+    causes = [
+        Diagnosis(group="a", sqnr_db=7.0, findings=("input: channel 3 is",), fix=fix),
+        Diagnosis(group="b", sqnr_db=8.0, findings=("value: channel 3 is",), fix=fix),
+        Diagnosis(group="c", sqnr_db=9.0, fix=other),
+    ]
+    first, second, third = diagnosis_lines(causes, python=True)
+    assert first.endswith('; fix: activations={"smoothquant_alpha": 0.7}, output SQNR +9.6 dB, no latency cost')
+    assert second.endswith("; value: channel 3 is; fix: as in line 1")
+    assert third.endswith('; no cause found; fix: keep it in float, exclude={"sites": ["c"]}, output SQNR +0.7 dB')

@@ -126,3 +126,12 @@ def test_a_checkpoint_is_converted_end_to_end(
     ]
     served = load_converted(tmp_path / "out" / "onnxruntime")
     assert served([("the film was", "good"), ("the film was", "a cat")])["logits"].shape == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [(0.5, "the label 0.5, expected a class number"), (2, r"the label 2, expected the index of one of its 2 choices")],
+)
+def test_a_label_must_be_the_index_of_a_choice(task: Task, label: Any, expected: str) -> None:
+    with pytest.raises(TaskError, match=rf"task 'multiple-choice': sample 2 has {expected}"):
+        task.targets([EXAMPLES[0], dataclasses.replace(EXAMPLES[1], label=label)])

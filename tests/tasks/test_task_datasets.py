@@ -12,7 +12,8 @@ import pytest
 
 from quantizer.errors import TaskError
 from quantizer.tasks import Pair, Text, load_examples
-from quantizer.tasks.datasets import builtin
+from quantizer.tasks.datasets import builtin, examples
+from quantizer.utils.registry import Registry
 
 SUBSET = "movieReviewSnippets"
 
@@ -206,3 +207,33 @@ def test_vader_names_its_subsets_and_splits(options, message):
 def test_cache_folder_ignores_a_relative_setting(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert builtin.cache_folder() == Path.home() / ".cache" / "quantizer"
+
+
+# a reader of your own
+
+
+def test_a_reader_is_checked_when_it_is_registered() -> None:
+    registry = Registry("data set", call=("path", "split", "subset"), returns="a list of examples")
+
+    def numbers(path):
+        return []
+
+    expected = r"data set 'numbers': numbers\(\) has the parameters \(path\); expected \(path, split, subset\), which"
+    with pytest.raises(ValueError, match=expected):
+        registry.add("numbers")(numbers)
+    with pytest.raises(ValueError, match="data set 'numbers' is an object of list; expected a function"):
+        registry.add("numbers")([])
+    registry.add("numbers")(lambda *arguments: [])
+    assert registry.names() == ["numbers"]
+
+
+def test_a_reader_returns_a_list(monkeypatch) -> None:
+    def texts(path, split, subset):
+        yield Text("good", 1)
+
+    monkeypatch.setattr(examples.datasets, "_entries", {"texts": texts, "broken": lambda *_: {}["key"]})
+    with pytest.raises(TaskError, match="data set 'texts' returned an object of generator; expected a list"):
+        load_examples("texts")
+    with pytest.raises(KeyError, match="key") as caught:
+        load_examples("broken")
+    assert caught.value.__notes__ == ["in data set 'broken'"]

@@ -69,6 +69,12 @@ def test_the_columns_say_what_a_row_is(tmp_path: Path, kind: str) -> None:
     assert load_examples("hf", path=_saved(tmp_path, columns)) == examples
 
 
+def test_an_answer_must_start_at_an_integer(tmp_path: Path) -> None:
+    answers = [{"text": ["Paris"], "answer_start": [3.7]}]
+    with pytest.raises(TaskError, match=r"row 0 of .*'float' object cannot be interpreted as an integer"):
+        load_examples("hf", path=_saved(tmp_path, {**SQUAD, "answers": answers}))
+
+
 def test_classes_have_their_names_and_those_of_texts_their_numbers(tmp_path: Path) -> None:
     words = library.Features(
         {"tokens": library.List(library.Value("string")), "ner_tags": library.List(_names("O", "B"))}

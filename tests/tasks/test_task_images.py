@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,6 +152,15 @@ def test_labels_are_names_or_numbers(task: Task, images: Path) -> None:
     for label in ("cat", "3", "-1", "²"):
         with pytest.raises(TaskError, match=rf"0\.png: the label '{label}' is no class of the model; expected one of"):
             task.targets([Image(path, label)])
+
+
+def test_labels_of_a_reader_may_be_numbers(task: Task, images: Path) -> None:
+    path: Any = images / "red" / "0.png"
+    label: Any = 1
+    assert task.targets([Image(path, label)]).tolist() == [1]
+    label = 0.9
+    with pytest.raises(TaskError, match=r"0\.png: the label '0\.9' is no class of the model"):
+        task.targets([Image(path, label)])
 
 
 def test_a_name_of_two_classes_is_no_label(vit: Path, images: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -188,6 +190,15 @@ def test_labels_without_a_class_are_refused(classification, classifier):
     predictions = classification.predict(lambda batch: classifier(**batch), examples)
     with pytest.raises(TaskError, match=r"the samples have label 3, but the model has 3 classes \(0 to 2\)"):
         classification.score(predictions, examples)
+
+
+@pytest.mark.parametrize("label", [0.9, np.float32(1), -1, "1", None])
+@pytest.mark.parametrize("name", ["sequence-classification", "embedding-classification"])
+def test_labels_must_be_class_numbers(name, classifier, tokenizer, label):
+    task = build_task(name, classifier, tokenizer, max_length=64)
+    expected = rf"sample 2 has the label {re.escape(repr(label))}, expected a class number \(an integer from 0\)"
+    with pytest.raises(TaskError, match=expected):
+        task.targets([Text("good", np.int64(0)), Text("bad", label)])
 
 
 def test_predictions_on_other_rows_are_refused(classification, classifier):

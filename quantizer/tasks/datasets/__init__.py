@@ -24,6 +24,10 @@ from quantizer.tasks.datasets.examples import (
 from quantizer.tasks.datasets.files import folder_holds, read_images, read_recordings
 from quantizer.tasks.datasets.text_files import read_texts, text_files
 
+# quantizer.tasks.datasets is this module, so that it has the functions of the registry.
+add = datasets.add
+names = datasets.names
+
 __all__ = [
     "Audio",
     "Boxes",
@@ -39,12 +43,14 @@ __all__ = [
     "Speech",
     "Text",
     "Words",
+    "add",
     "builtin",
     "datasets",
     "files",
     "folder_holds",
     "hub",
     "load_examples",
+    "names",
     "read_images",
     "read_recordings",
     "read_texts",

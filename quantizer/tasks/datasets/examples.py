@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 from quantizer.errors import TaskError
 from quantizer.utils.paths import expanded, is_file, is_folder, regular_file
 from quantizer.utils.plain_values import json_values
-from quantizer.utils.registry import Registry
+from quantizer.utils.registry import Registry, named_in_errors
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Text:
-    """One text and its class, an integer from 0."""
+    """One text and its class, an integer from 0; another number is for tasks that override ``targets``."""
 
     text: str
-    label: int
+    label: float
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,9 @@ def _file_digest(path: Path) -> bytes:
         raise TaskError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-datasets: Registry[Callable[[Path | None, str | None, str | None], list[Example]]] = Registry("data set")
+datasets: Registry[Callable[[Path | None, str | None, str | None], list[Example]]] = Registry(
+    "data set", call=("path", "split", "subset"), returns="a list of examples, such as Text(text, label)"
+)
 
 
 def refuse_options(name: str, *, split: str | None, subset: str | None) -> None:
@@ -344,7 +346,11 @@ def load_examples(
 
 def all_examples(name: str, path: str | Path | None, split: str | None, subset: str | None) -> list[Example]:
     """Return all examples of a data set; see ``load_examples``."""
-    return datasets[name](None if path is None else Path(path), split, subset)
+    with named_in_errors(f"data set {name!r}"):
+        examples = datasets[name](None if path is None else Path(path), split, subset)
+    if not isinstance(examples, list):
+        raise TaskError(f"data set {name!r} returned an object of {type(examples).__name__}; expected a list")
+    return examples
 
 
 def part_of_examples(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,7 +45,7 @@ _TEXT = ("text", "sentence", "content")
 
 def _question(question: Any, context: Any, answers: Any) -> Question:
     texts, starts = answers["text"], answers["answer_start"]
-    return Question(str(question), str(context), tuple(zip(map(str, texts), map(int, starts), strict=True)))
+    return Question(str(question), str(context), tuple(zip(map(str, texts), map(index, starts), strict=True)))
 
 
 def _choices(question: Any, choices: Any, label: Any) -> Choices:
