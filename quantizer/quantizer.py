@@ -228,6 +228,7 @@ class Quantizer:
         metric: Score | None = None,
         higher_is_better: bool = True,
         max_evaluations: int = 25,
+        min_groups: int = 0,
         costs: str | Mapping[str, float] | None = None,
         latency_costs: LatencyCosts | None = None,
         cache: str | os.PathLike[str] | None = None,
@@ -257,6 +258,7 @@ class Quantizer:
             metric: for ``max_drop``: a function from a model to its score.
             higher_is_better: whether a higher score is better.
             max_evaluations: the largest number of calls of ``metric``.
+            min_groups: for ``max_drop``: the least number of groups that fall back, the most sensitive first.
             costs: the cost of each group in float by name, or ``multiply_adds``. Groups with the highest error per cost
                 fall back first. None: the times in ``latency_costs`` for ``max_drop``, otherwise 1 for each group.
             latency_costs: the result of ``measure_latency_costs`` for this quantizer.
@@ -272,7 +274,7 @@ class Quantizer:
         with ordinary_tensors():
             score_metric = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
             choice = {"num": num, "ratio": ratio, "names": names, "max_drop": max_drop, "min_speedup": min_speedup}
-            search = {"max_evaluations": max_evaluations, "cache": cache, "tell": tell}
+            search = {"max_evaluations": max_evaluations, "min_groups": min_groups, "cache": cache, "tell": tell}
             return self._session.choose(
                 amp, choice, latency_costs=latency_costs, metric=score_metric, costs=costs, **search
             )

@@ -315,13 +315,16 @@ def search(
     max_drop: float,
     higher_is_better: bool,
     max_evaluations: int,
+    min_groups: int = 0,
     tell: Tell | None = None,
 ) -> Fallback:
     """Return the smallest fallback found within ``max_drop``; if there is none, the one with the smallest drop.
 
-    The float model itself has a drop of 0, so a budget of 0 or more can always be met.
+    The float model itself has a drop of 0, so a budget of 0 or more can always be met. At least ``min_groups`` groups
+    fall back, or all of fewer.
     """
     _check(max_drop, max_evaluations, len(candidates))
+    least = min(min_groups, len(candidates))
     sign = 1 if higher_is_better else -1
     evaluations: list[Evaluation] = []
     known: dict[tuple[str, ...], bool] = {}
@@ -343,8 +346,9 @@ def search(
                     tell(evaluations[-1])
             return known[groups]
 
-        needed = _prefix(candidates, meets)
-        in_float = _without_needless(list(candidates[:needed]), meets, lambda: max_evaluations - 1 - len(evaluations))
+        needed = _prefix(candidates, meets, least)
+        needed_groups = list(candidates[:needed])
+        in_float = _without_needless(needed_groups, meets, lambda: max_evaluations - 1 - len(evaluations), least)
     if max_drop < 0 and not any(known.values()):
         best = min(evaluations, key=lambda entry: (entry.drop, entry.cost))
         # Otherwise all groups stay in float, which drops by 0.
@@ -367,12 +371,12 @@ def _check(max_drop: float, max_evaluations: int, groups: int) -> None:
         )
 
 
-def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate]], bool]) -> int:
+def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate]], bool], least: int) -> int:
     """Return how many of the first groups must be float while all others are quantized, by bisection."""
-    if meets(candidates[:0]):
-        return 0
+    if least == len(candidates) > 0 or meets(candidates[:least]):
+        return least
     # All groups in float are the float model, whose score is known.
-    too_few, enough = 0, len(candidates)
+    too_few, enough = least, len(candidates)
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         if meets(candidates[:middle]):
@@ -383,7 +387,10 @@ def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate
 
 
 def _without_needless(
-    in_float: list[Candidate], meets: Callable[[Sequence[Candidate]], bool], budget_left: Callable[[], int]
+    in_float: list[Candidate],
+    meets: Callable[[Sequence[Candidate]], bool],
+    budget_left: Callable[[], int],
+    least: int,
 ) -> list[Candidate]:
     """Return the groups that must stay in float: try to quantize halves, then halves of a needed half.
 
@@ -397,7 +404,7 @@ def _without_needless(
         while waiting and budget_left() > 0:
             part = waiting.pop()
             fewer = [candidate for candidate in in_float if candidate not in part]
-            if fewer and meets(fewer):
+            if len(fewer) >= max(least, 1) and meets(fewer):
                 in_float = fewer
             elif len(part) > 1:
                 waiting += _halves(part)

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quantizer.algorithms.fallback import fallback_reason
+from quantizer.algorithms.fallback import Fallback, fallback_reason
 from quantizer.algorithms.sensitivity import Evaluation, fingerprint
 from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.config import RunConfig
@@ -88,6 +88,7 @@ def search_fallback(
     max_drop: float,
     *,
     max_evaluations: int = 25,
+    min_groups: int = 0,
     costs: str | Mapping[str, float] | None = None,
     latency_costs: LatencyCosts | None = None,
 ) -> None:
@@ -104,6 +105,7 @@ def search_fallback(
             metric=metric,
             higher_is_better=metric.higher_is_better,
             max_evaluations=max_evaluations,
+            min_groups=min_groups,
             costs=costs,
             latency_costs=latency_costs,
             cache=scores.folder,
@@ -170,6 +172,29 @@ CHECK_ON_ROWS, CHECK_BY_FUNCTION = "check the engine on held-out samples", "chec
 
 _CHECKS = 3
 """Maximum number of engines built for one budget."""
+
+_SHARE_MORE = 8
+"""If a search would find a rejected plan again, one of this many groups falls back at least."""
+
+
+def more_groups(rejected: Fallback | None, allowed: float, groups: int) -> int:
+    """Return the least number of groups for the search after an engine missed its budget.
+
+    The drop of the rejected plan on the samples of the search may be within the new limit. Then at least twice as many
+    groups fall back, because the same plan would be found again.
+
+    Args:
+        rejected: the fallback of the rejected engine.
+        allowed: the new limit of the search.
+        groups: the number of all groups.
+    """
+    if rejected is None:
+        return 0
+    drops = {frozenset(entry.groups): entry.drop for entry in rejected.evaluations}
+    if drops.get(frozenset(rejected.groups), math.inf) > allowed:
+        return 0
+    return max(2 * len(rejected.groups), math.ceil(groups / _SHARE_MORE))
+
 
 _HELD_OUT = 3
 """One of this many tuning samples is held back from the search."""
@@ -241,7 +266,7 @@ class EngineBudget:
         if drop <= self.asked:
             timer.tell(result)
             return None
-        if self._allowed == 0 or len(self.checks) == _CHECKS:
+        if len(self.checks) == _CHECKS:
             timer.tell(f"{result}: the engine does not meet the budget; this is the best plan that was found")
             return None
         self._allowed = max(0.0, self._allowed - (drop - self.asked))

@@ -49,6 +49,7 @@ from quantizer.pipeline.search_max_drop import (
     CHECK_ON_ROWS,
     DIAGNOSE,
     measure_sensitivity,
+    more_groups,
     search_fallback,
     wants_diagnosis,
     with_diagnosis,
@@ -194,7 +195,7 @@ def fall_back(job: Job) -> None:
         _search(job, fallback.max_drop)
 
 
-def _search(job: Job, max_drop: float) -> None:
+def _search(job: Job, max_drop: float, min_groups: int = 0) -> None:
     fallback = job.config.fallback
     assert fallback is not None
     assert job.proxy is not None
@@ -206,6 +207,7 @@ def _search(job: Job, max_drop: float) -> None:
         job.metric,
         max_drop,
         max_evaluations=evaluations,
+        min_groups=min_groups,
         costs=costs,
         latency_costs=latency_costs,
     )
@@ -218,7 +220,8 @@ def build(job: Job) -> None:
             _quantize(job)
         max_drop = from_first_rank(partial(_drop_of_engine, job), float | None)
         if max_drop is not None:
-            _search(job, max_drop)
+            groups = len(job.quantizer.sensitivity)
+            _search(job, max_drop, more_groups(job.quantizer.chosen_fallback, max_drop, groups))
         elif not job.config.quantize or job.latency_fallback.is_fast_enough(job.quantizer, job.proxy, job.engines):
             return
 

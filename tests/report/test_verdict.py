@@ -204,8 +204,8 @@ def test_an_engine_that_is_no_faster() -> None:
     verdict = verdict_of(record)
     assert verdict.level == "check"
     assert (
-        "the quantized engine is not faster: 0.50x as fast as the float engine (openvino float32); deploy float.engine, "
-        'which quantizer.load("FOLDER", float_engine=True) loads' in verdict.reasons[0]
+        "the quantized engine is not faster: 0.50x as fast as the float engine (openvino float32); "
+        'deploy float.engine, which quantizer.load("FOLDER", float_engine=True) loads' in verdict.reasons[0]
     )
 
 

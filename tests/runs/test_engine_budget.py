@@ -13,17 +13,18 @@ from rich.console import Console
 from torch import nn
 
 import quantizer.pipeline.run as pipeline
+from quantizer.algorithms.fallback import Fallback
 from quantizer.cli.main import main
 from quantizer.engines import Engine
 from quantizer.pipeline.context import RunExamples
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.scores import TaskMetric
-from quantizer.pipeline.search_max_drop import EngineBudget
+from quantizer.pipeline.search_max_drop import EngineBudget, more_groups
 from quantizer.report import read_record
 from quantizer.report.terminal import evaluation_caption
 from quantizer.tasks import Example
 from quantizer.tasks.datasets.examples import Text
-from quantizer.utils.records import FallbackRecord
+from quantizer.utils.records import Evaluation, FallbackRecord
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs enginequant[hf,report,openvino]")
@@ -145,9 +146,19 @@ def test_a_budget_that_no_engine_meets_ends_after_three_and_says_so() -> None:
 
 
 def test_nothing_below_a_drop_of_zero_is_searched() -> None:
-    engines = Engines(ROWS, [0.5, 0.3])
-    assert engines.allowed() == [0.0]
-    assert [check.drop for check in engines.checks] == pytest.approx([0.5, 0.3])
+    engines = Engines(ROWS, [0.5, 0.3, 0.2])
+    assert engines.allowed() == [0.0, 0.0]
+    assert [check.drop for check in engines.checks] == pytest.approx([0.5, 0.3, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("drop", "in_float", "least"), [(-0.01, (), 5), (0.0, ("a",), 5), (-0.01, tuple("abcd"), 8), (0.02, ("a",), 0)]
+)
+def test_a_rejected_plan_is_not_found_again(drop: float, in_float: tuple[str, ...], least: int) -> None:
+    """On other samples than those of the search its drop may be within any limit."""
+    evaluation = Evaluation(groups=in_float, score=0.9, drop=drop, cost=0.0)
+    rejected = Fallback(groups=in_float, asked="", evaluations=(evaluation,), float_score=0.9, max_drop=0.0)
+    assert more_groups(rejected, 0.0, groups=40) == least
 
 
 @pytest.mark.parametrize("settings", [{"asked": None}, {"checked": False}])

@@ -354,4 +354,4 @@ def test_layers_are_measured_and_kept_in_float_whole(search: Search) -> None:
 
 def test_what_is_named_and_is_not_there(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
     _run("fallback={names: [nothing]}", "~data.tuning", code=1)
-    assert "names: 'nothing' matches no quantized group" in _plain(capsys.readouterr().err)
+    assert "fallback.names: 'nothing' matches nothing: no module, site or operand" in _plain(capsys.readouterr().err)

@@ -49,7 +49,12 @@ def _ranking(errors: list[float], multiply_adds: int = 1) -> list[GroupSensitivi
 
 
 def _search(
-    drops: list[float], max_drop: float, *, max_evaluations: int = 25, higher_is_better: bool = True
+    drops: list[float],
+    max_drop: float,
+    *,
+    max_evaluations: int = 25,
+    min_groups: int = 0,
+    higher_is_better: bool = True,
 ) -> tuple[Fallback, list[tuple[str, ...]]]:
     """A search where each group that is quantized costs its own drop."""
     ranking = _ranking(drops)
@@ -68,6 +73,7 @@ def _search(
         max_drop=max_drop,
         higher_is_better=higher_is_better,
         max_evaluations=max_evaluations,
+        min_groups=min_groups,
     )
     return found, asked
 
@@ -98,6 +104,13 @@ def test_no_group_falls_back_where_none_must() -> None:
     found, asked = _search([3.0, 2.0, 1.0], 6.0)
     assert found.groups == ()
     assert asked == [()]
+
+
+@pytest.mark.parametrize(("least", "max_drop", "count"), [(2, 6.0, 2), (1, 1.0, 2), (3, 6.0, 3), (9, 6.0, 3)])
+def test_a_least_number_of_groups_falls_back(least: int, max_drop: float, count: int) -> None:
+    found, asked = _search([3.0, 2.0, 1.0], max_drop, min_groups=least)
+    assert found.groups == ("g1", "g2", "g3")[:count]
+    assert all(len(groups) >= least for groups in asked)
 
 
 def test_groups_that_are_not_needed_are_won_back() -> None:

@@ -120,6 +120,7 @@ class SensitivitySession:
         max_drop: float | None,
         metric: Metric | None,
         max_evaluations: int,
+        min_groups: int,
         costs: Costs,
         min_speedup: float | None,
         latency_costs: LatencyCosts | None,
@@ -151,7 +152,7 @@ class SensitivitySession:
         if latency_costs is not None and costs is None:
             costs = latency_costs.gains({entry.group: entry.parts for entry in ranking})
         candidates = per_cost(ranking, costs)
-        searched = self._searched(candidates, slower, max_drop, metric, max_evaluations, cache, tell)
+        searched = self._searched(candidates, slower, max_drop, metric, max_evaluations, min_groups, cache, tell)
         return replace(searched, slower=slower)
 
     def _searched(
@@ -161,6 +162,7 @@ class SensitivitySession:
         max_drop: float,
         metric: Metric,
         max_evaluations: int,
+        min_groups: int,
         cache: str | os.PathLike[str] | None,
         tell: Tell | None,
     ) -> Fallback:
@@ -176,6 +178,7 @@ class SensitivitySession:
             max_drop=max_drop,
             higher_is_better=metric.higher_is_better,
             max_evaluations=max_evaluations,
+            min_groups=min_groups,
             tell=tell,
         )
 
