@@ -6,6 +6,7 @@ which is redrawn in a terminal and printed from time to time in a log.
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -60,8 +61,33 @@ def _beside(folder: Path, report: str) -> list[Path]:
     return [path for _, path in sorted(dated, reverse=True)][:_MAX_REPORTS]
 
 
-_SECONDS = 20.0
+_SECONDS = 10.0
 """Minimum seconds between two status lines in a log."""
+
+
+class LateStream(io.TextIOBase):
+    """Text stream that shows nothing of short work: it holds what is written until some seconds have passed."""
+
+    def __init__(self, stream: TextIO, seconds: float = _SECONDS) -> None:
+        """Wrap a stream.
+
+        Args:
+            stream: receives the text.
+            seconds: the seconds from now on in which the text is held.
+        """
+        self._stream = stream
+        self._end = time.monotonic() + seconds
+        self._held = ""
+
+    def write(self, text: str) -> int:
+        """Hold the text, or write all held text after the time."""
+        self._held += text
+        if time.monotonic() >= self._end:
+            self._stream.write(self._held)
+            self._stream.flush()
+            self._held = ""
+        return len(text)
+
 
 # Once per second, because latencies may be measured meanwhile.
 _REFRESHES = 1.0

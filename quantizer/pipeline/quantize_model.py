@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import sys
 import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from torch import nn
@@ -40,6 +41,7 @@ from quantizer.pipeline.engine_module import CallForm, EngineModule
 from quantizer.pipeline.function_source import called
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.pipeline.module_feed import fitted
+from quantizer.pipeline.progress import LateStream
 from quantizer.pipeline.run import RUN, carry_out
 from quantizer.pipeline.scores import FunctionScorer, ScoreFunction
 from quantizer.pipeline.workload import module_batches, module_workload, output_of
@@ -208,7 +210,7 @@ def quantize_model(
         samples: the maximum number of samples to read; None for all, and at most 4,096 of a loader without a length.
         config: as in ``Quantizer``; the default backend is ``auto``, the fastest.
         threads: the number of CPU threads of an engine.
-        progress: print the stages; None: only in a terminal.
+        progress: print the stages to stderr; None: at once in a terminal, elsewhere after 10 seconds.
         fallback: the groups to keep in float, as the ``fallback`` section of a run: ``{"max_drop": 0.01}`` in units of
             the score, or ``{"names": ["head"]}``. Unlike ``exclude``, it keeps groups in float that were calibrated, so
             ``result.quantizer.clear_fallback()`` quantizes them again.
@@ -232,8 +234,9 @@ def quantize_model(
         fallback_section = _fallback(fallback, scored=score is not None)
         batches = module_batches(model, data, samples)
         float_model = _ready(model)
-        console = Console(stderr=True)
-        console.quiet = not (console.is_terminal if progress is None else progress)
+        console = Console(stderr=True, quiet=progress is False)
+        if progress is None and not console.is_terminal:
+            console = Console(file=cast(IO[str], LateStream(sys.stderr)))
         call = _call_form(float_model, batches[0])
         run_config = _run_config(model, batches, quantizer_settings, threads, fallback_section)
         parent = scratch_folder()

@@ -9,7 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
-from quantizer.pipeline.progress import Heartbeat, Outlook, StageTimer
+from quantizer.pipeline.progress import Heartbeat, LateStream, Outlook, StageTimer
 from quantizer.utils.progress import loop, open_loops
 
 
@@ -127,3 +127,15 @@ def test_a_terminal_that_is_gone_does_not_hide_why() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         hung_up()
+
+
+def test_short_work_prints_nothing_and_long_work_prints_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    shown = io.StringIO()
+    late = LateStream(shown, seconds=10)
+    print("first", file=late)
+    assert shown.getvalue() == ""
+    now = 110.0
+    print("second", file=late)
+    assert shown.getvalue() == "first\nsecond\n"
