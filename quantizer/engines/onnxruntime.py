@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from quantizer.engines.backends import backends
-from quantizer.engines.base import USUAL_SIZES, BuildOptions, InputSizes, checked_inputs, in_kind, shown
+from quantizer.engines.base import USUAL_SIZES, BuildOptions, InputCheck, InputSizes, in_kind, shown
 from quantizer.engines.engine_file import check_signature, sign_onnx, whole_file
 from quantizer.engines.for_this_cpu import saturation_warnings
 from quantizer.engines.inspection import RUNS, WARMUP, inspection_from_layers, run_note
@@ -279,10 +279,11 @@ class ONNXRuntimeEngine:
         self.input_names = tuple(spec.name for spec in self.inputs)
         self.output_names = tuple(node.name for node in session.get_outputs())
         self._session = session
+        self._checked = InputCheck(self.name, self.inputs)
 
     def __call__(self, inputs: Any) -> dict[str, Any]:
         """Run the session, and return outputs that belong to the caller."""
-        arrays = checked_inputs(self.name, self.inputs, inputs)
+        arrays = self._checked(inputs)
         try:
             results = self._session.run(list(self.output_names), arrays)
         except Exception as error:

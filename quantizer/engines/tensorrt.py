@@ -29,9 +29,9 @@ from quantizer.engines.base import (
     USUAL_SIZES,
     Array,
     BuildOptions,
+    InputCheck,
     InputSizes,
     Progress,
-    checked_inputs,
     in_kind,
     ranges_with_cache,
     shown,
@@ -651,6 +651,7 @@ class TensorRTEngine:
         self.inputs = tuple(self._spec(tensor) for tensor in names if is_input[tensor])
         self.input_names = tuple(spec.name for spec in self.inputs)
         self.output_names = tuple(tensor for tensor in names if not is_input[tensor])
+        self._checked = InputCheck(self.name, self.inputs)
 
     def _spec(self, name: str) -> TensorSpec:
         shape = tuple(None if size == -1 else int(size) for size in self._engine.get_tensor_shape(name))
@@ -660,7 +661,7 @@ class TensorRTEngine:
         """Copy the inputs to the GPU, run, and return copies of the outputs on the CPU."""
         import torch
 
-        arrays = checked_inputs(self.name, self.inputs, inputs)
+        arrays = self._checked(inputs)
         with self._turn, torch.cuda.device(self._gpu):
             results = self._run(arrays)
         return in_kind(inputs, self.output_names, results)

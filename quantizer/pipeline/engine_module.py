@@ -149,12 +149,16 @@ class EngineModule(nn.Module):
                 f"{call.model} returns a {type(call.output).__name__} with {len(tensors)} tensors, but the engine has "
                 f"{len(engine.output_names)} outputs; expected one tensor per output, alone or in a structure"
             )
+        self._names = frozenset(engine.input_names)
         self._leaves = [None if isinstance(leaf, Tensor) else _Constant(leaf) for leaf in output_leaves]
         self.eval()
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Run the engine with the arguments of the float model."""
-        batch = by_name("the input", self._call_form.model, self._call_form.signature, args, keywords, EngineError)
+        batch = keywords
+        if args or keywords.keys() != self._names or not all(map(_is_plain, keywords.values())):
+            form = self._call_form
+            batch = by_name("the input", form.model, form.signature, args, keywords, EngineError)
         outputs = self.engine(engine_inputs(self.engine, batch))
         values = iter([torch.as_tensor(outputs[name]) for name in self.engine.output_names])
         return self._rebuilt([next(values) if leaf is None else leaf.value for leaf in self._leaves])
@@ -162,6 +166,11 @@ class EngineModule(nn.Module):
     def extra_repr(self) -> str:
         """Return the name, inputs and outputs of the engine."""
         return f"{self.engine.name}: {', '.join(map(str, self.engine.inputs))} -> {', '.join(self.engine.output_names)}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor with samples on the CPU, which ``by_name`` would return unchanged."""
+    return type(value) is Tensor and value.device.type == "cpu" and value.dim() > 0 and len(value) > 0
 
 
 class _Constant:

@@ -41,11 +41,14 @@ def by_name(
     error: type[QuantizerError] = CalibrationError,
 ) -> Batch:
     """Return the arguments of a call as CPU tensors by name."""
-    problem = f"{what} does not fit {model}.forward{signature}"
+
+    def problem() -> str:
+        return f"{what} does not fit {model}.forward{signature}"
+
     try:
         bound = signature.bind(*args, **keywords)
     except TypeError as mismatch:
-        raise error(f"{problem}: {mismatch}") from mismatch
+        raise error(f"{problem()}: {mismatch}") from mismatch
     arguments: dict[str, Any] = {}
     for key, value in bound.arguments.items():
         kind = signature.parameters[key].kind
@@ -53,20 +56,20 @@ def by_name(
             arguments |= value
         elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
             raise error(
-                f"{problem}: {kind.description} arguments have no names, but an engine's inputs need names; wrap the "
+                f"{problem()}: {kind.description} arguments have no names, but an engine's inputs need names; wrap the "
                 "module in another module whose forward names them"
             )
         else:
             arguments[key] = value
     for key, value in arguments.items():
         if isinstance(value, Tensor) and value.is_meta:
-            raise error(f"{problem}: {key} is {WITHOUT_VALUES}")
+            raise error(f"{problem()}: {key} is {WITHOUT_VALUES}")
         if isinstance(value, np.ndarray):
-            raise error(f"{problem}: {key} is a numpy array; expected a tensor: convert it with torch.from_numpy")
+            raise error(f"{problem()}: {key} is a numpy array; expected a tensor: convert it with torch.from_numpy")
         if not isinstance(value, Tensor) or value.dim() == 0 or len(value) == 0:
             what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise error(
-                f"{problem}: {key} is {what}; expected a tensor with the samples of the batch along axis 0. Omit "
+                f"{problem()}: {key} is {what}; expected a tensor with the samples of the batch along axis 0. Omit "
                 "arguments that are None, and store constants in the module"
             )
     return {key: value.detach().cpu() for key, value in arguments.items()}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from quantizer.engines.backends import backends
-from quantizer.engines.base import USUAL_SIZES, Array, BuildOptions, InputSizes, Pool, checked_inputs, in_kind, shown
+from quantizer.engines.base import USUAL_SIZES, Array, BuildOptions, InputCheck, InputSizes, Pool, in_kind, shown
 from quantizer.engines.engine_file import read_engine, write_engine
 from quantizer.engines.for_this_cpu import saturation_warnings
 from quantizer.engines.inspection import RUNS, inspection_from_layers, run_note
@@ -91,6 +91,7 @@ class OpenVINOEngine:
         self.inputs = tuple(_spec(ports, models.dimensions) for ports in port_groups)
         self.input_names = tuple(spec.name for spec in self.inputs)
         self.output_names = tuple(port_name(port) for port in compiled.outputs)
+        self._checked = InputCheck(self.name, self.inputs)
         # Each pool starts with a request, so a model that cannot run fails at load time.
         self._requests = None if models.compiled is None else _requests(models.compiled)
         self._fixed = {shapes: _requests(model) for shapes, model in models.fixed.items()}
@@ -98,7 +99,7 @@ class OpenVINOEngine:
 
     def __call__(self, inputs: Any) -> dict[str, Any]:
         """Run the model for these shapes, and return outputs that belong to the caller."""
-        arrays = checked_inputs(self.name, self.inputs, inputs)
+        arrays = self._checked(inputs)
         requests = self._fixed.get(tuple(array.shape for array in arrays.values()), self._requests)
         if requests is None:
             raise EngineError(f"{self.name} engine: it has no model for {_words(arrays)}; expected {self._sizes()}")

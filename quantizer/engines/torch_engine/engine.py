@@ -15,9 +15,9 @@ import torch
 
 from quantizer.engines.base import (
     Array,
+    InputCheck,
     InputSizes,
     Progress,
-    checked_inputs,
     in_kind,
     shown,
 )
@@ -64,11 +64,12 @@ class TorchEngine:
         self.output_names = tuple(outputs)
         self._run = run
         self._threads = threads
+        self._checked = InputCheck(self.name, self.inputs)
         self._constants = {tensor.untyped_storage().data_ptr() for tensor in constants}
 
     def __call__(self, inputs: Any) -> dict[str, Any]:
         """Run the graph, and return outputs that belong to the caller."""
-        arrays = checked_inputs(self.name, self.inputs, inputs)
+        arrays = self._checked(inputs)
         tensors = [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays.values()]
         try:
             with torch.inference_mode(), computing_threads(self._threads):
