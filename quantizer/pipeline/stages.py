@@ -480,7 +480,9 @@ def _builds(of: Outline) -> Iterator[str]:
         yield "quantize"
     if of.changed or not of.here or ((of.writes or not of.config.quantize) and not of.chooses):
         yield from ("export", "build the engines")
-    yield "compare the outputs"
+    if of.changed or not of.chooses or of.writes:
+        # Otherwise the choice has compared them.
+        yield "compare the outputs"
     if of.checks_drop:
         yield CHECK_BY_FUNCTION if of.by_function else CHECK_ON_ROWS
     if of.config.fallback is not None and of.config.fallback.min_speedup is not None and of.here:
