@@ -235,12 +235,12 @@ def unquantized_words(coverage: Sequence[Site]) -> str | None:
 
 
 def _print_verdict(record: RunRecord, console: Console, form: Form | None) -> None:
-    """Print the verdict with its reason, the other findings, and the diagnosis if accuracy is lost."""
+    """Print the verdict with its reason, the other findings, and the diagnosis if accuracy is lost or it failed."""
     verdict = verdict_of(record)
     print_labelled("verdict", str(verdict), console, style=_STYLES[verdict.level])
     for finding in verdict.reasons[1:]:
         print_labelled("", finding, console)
-    if loses_accuracy(record):
+    if loses_accuracy(record) or record.diagnosis_error is not None:
         print_lines(diagnosis_lines_of(record, form), console, first="", rest="   ")
 
 

@@ -81,14 +81,15 @@ class Worker:
     def close(self) -> None:
         """End the process, whatever it does; do nothing without one."""
         process, self._process = self._process, None
+        errors, self._errors = self._errors, None
         if process is not None:
             process.kill()
             process.wait()
-            for stream in (process.stdin, process.stdout, self._errors):
-                if stream is not None:
-                    # Unsent bytes for an ended process cannot be written.
-                    with suppress(OSError):
-                        stream.close()
+        for stream in (errors, *(() if process is None else (process.stdin, process.stdout))):
+            if stream is not None:
+                # Unsent bytes for an ended process cannot be written.
+                with suppress(OSError):
+                    stream.close()
 
     def __enter__(self) -> Worker:
         return self
@@ -163,4 +164,5 @@ def serve(carry_out: Callable[[Any], Any], failures: tuple[type[BaseException], 
             except failures as error:
                 answer = {"error": " ".join(str(error).split())}
             if message["replies"]:
-                print(json.dumps(answer), file=replies, flush=True)
+                replies.write(f"{json.dumps(answer)}\n")
+                replies.flush()

@@ -97,7 +97,7 @@ def test_a_process_that_cannot_start_is_told(qdq: Any, monkeypatch: pytest.Monke
     def none(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(subprocess, "run", none)
+    monkeypatch.setattr(subprocess, "Popen", none)
     with pytest.raises(EngineError, match=r"measuring the memory of .* failed: its process cannot start \(Cannot"):
         peak_memory_mib(qdq.path, "onnxruntime")
 

@@ -84,7 +84,7 @@ for asked in (False, True):
 
 stages.TOGETHER = (stages.ALONE[-1],)
 with pytest.raises(AttributeError) as caught:
-    stages.carry_out(SimpleNamespace(config=config))
+    stages.carry_out(SimpleNamespace(config=config, among=None))
 assert caught.value.__notes__ == ["in stage write_checksums"]
 
 stages.ALONE = (stages.Stage(stages.write_checksums, lambda of: None),)

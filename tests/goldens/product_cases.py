@@ -120,7 +120,7 @@ def _run_module(place: Place) -> None:
 
 def _run_fallback(place: Place) -> None:
     settings = {"backend": "onnxruntime", "activations": {"percentile": 95.0}}
-    fallback = {"max_drop": 0.0}
+    fallback = {"max_drop": 0.1}
     _classifier(place, tuning="training", amp={"batches": 1}, fallback=fallback, quantizer=settings)
     place.command("run", "run.yaml")
 

@@ -354,7 +354,7 @@ def test_a_fix_of_several_groups_is_given_once() -> None:
         Diagnosis(group="b", sqnr_db=8.0, findings=("value: channel 3 is",), fix=fix),
         Diagnosis(group="c", sqnr_db=9.0, fix=other),
     ]
-    first, second, third = diagnosis_lines(causes, python=True)
+    first, second, third = diagnosis_lines(causes, form="python")
     assert first.endswith('; fix: activations={"smoothquant_alpha": 0.7}, output SQNR +9.6 dB, no latency cost')
     assert second.endswith("; value: channel 3 is; fix: as in line 1")
     assert third.endswith('; no cause found; fix: keep it in float, exclude={"sites": ["c"]}, output SQNR +0.7 dB')
