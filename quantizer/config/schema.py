@@ -131,7 +131,8 @@ class ReportConfig(Section):
     latency_shapes: Literal["usual", "all"] = Field(
         default="usual",
         description="Sizes of the latency benchmarks. 'usual': latency_batch and latency_sequence. 'all': the min, "
-        "opt and max sizes of export.dynamic, with the PyTorch float model as an additional baseline.",
+        "opt and max sizes of export.dynamic, with the PyTorch float model as an additional baseline at the usual "
+        "size.",
     )
     tolerance: float | None = Field(
         default=None,

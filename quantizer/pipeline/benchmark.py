@@ -28,7 +28,8 @@ PYTORCH = "PyTorch float"
 
 NOT_VERIFIED = "not verified: built ahead of time, and this machine has no GPU"
 
-_LATENCY_ROUNDS, _LATENCY_SECONDS = 15, 30.0
+_LATENCY_ROUNDS, _LATENCY_SECONDS = 15, 10.0
+"""Interleaved rounds at one size, and a time limit in seconds, which reduces the rounds of slow engines."""
 
 
 def run_sizes(config: RunConfig, context: RunContext) -> InputSizes:
@@ -85,7 +86,8 @@ def measure_latency(
 ) -> tuple[Latency, ...]:
     """Return the latency of each engine, the usual size first; with several graphs, also of each graph.
 
-    The float model in PyTorch is also timed for ``latency_shapes: all``, or if there is no float engine.
+    The float model in PyTorch is also timed at the usual size for ``latency_shapes: all``, and at all sizes if there is
+    no float engine.
 
     Args:
         context: the model and its samples.
@@ -104,8 +106,7 @@ def measure_latency(
     with_pytorch = config.report.latency_shapes == "all"
     if "float" not in engines:
         models, reference = {"float": graphs.timed(context.model), **models}, PYTORCH
-    elif with_pytorch:
-        models[PYTORCH] = graphs.timed(context.model)
+    baseline = {PYTORCH: graphs.timed(context.model)} if with_pytorch and "float" in engines else {}
     threads = config.engine.threads
 
     def latency_of(models: Mapping[str, Runnable], batch: Batch, graph: str | None = None) -> Latency:
@@ -114,7 +115,8 @@ def measure_latency(
         return Latency(graph=graph, batch=rows, sequence=tokens, threads=threads, reference=reference, engines=entries)
 
     with context.timer("measure latency"):
-        latencies = [latency_of(models, batch) for batch in timed_batches(context, config, samples)]
+        usual, *others = timed_batches(context, config, samples)
+        latencies = [latency_of({**models, **baseline}, usual), *(latency_of(models, batch) for batch in others)]
     if not graphs.several:
         return tuple(latencies)
     with context.timer("measure the graphs"):

@@ -187,11 +187,14 @@ def _time(
             break
         take, call = partial(times_of, batch=batch, threads=threads), partial(_called, batch)
         times, broken = timed(engines, partial(take, rounds=_FEW_ROUNDS, warmup=1), call)
+        spent = sum(sum(milliseconds) for milliseconds in times.values()) / 1000
         measured = [replace(correct[name].candidate, milliseconds=(statistics.median(times[name]),)) for name in times]
-        fast = {name: engines[name] for name in times.keys() - slow_ones(measured)}
-        all_rounds, broken_later = timed(fast, take, call)
-        broken |= broken_later
-        times |= all_rounds
+        # At a size that takes seconds, few rounds are enough.
+        fast = {} if spent > _ENOUGH_S else {name: engines[name] for name in times.keys() - slow_ones(measured)}
+        if fast:
+            all_rounds, broken_later = timed(fast, take, call)
+            broken |= broken_later
+            times |= all_rounds
         shapes.append(_shape(batch))
         rejected += [failed(correct.pop(name).candidate, why) for name, why in broken.items()]
         for name in times.keys() - broken.keys():
@@ -204,8 +207,8 @@ def _time(
 _SCORED = 1.1
 """Latency relative to the fastest quantized candidate up to which another one is scored."""
 
-_FEW_ROUNDS = 4
-"""Interleaved rounds that show which candidates are too slow."""
+_FEW_ROUNDS, _ENOUGH_S = 4, 10.0
+"""Interleaved rounds that show which candidates are too slow, and the seconds after which no others follow."""
 
 
 def _shape(batch: Batch) -> str:

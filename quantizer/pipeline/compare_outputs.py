@@ -167,8 +167,10 @@ def _rounding_sites(model: nn.Module) -> list[Site]:
 NOTHING_DB = -1000.0
 """SQNR in dB relative to an output of zeros: lower than any real value, and valid JSON."""
 
-_EDGE_ROWS = 16
-"""Number of first and of last samples that are compared in a larger batch."""
+_EDGE_ROWS, _FEWEST_EDGE_ROWS = 16, 2
+"""Largest and smallest number of first and of last samples that are compared in a larger batch."""
+_EDGE_TOKENS = 2**11
+"""Number of tokens of these samples, which limits them in long batches, because PyTorch takes seconds for each."""
 _MOST_VALUES = 2**26
 """Maximum number of output values per size; further batches are skipped. Equals 256 MiB per model in float32."""
 _NOISES = 8
@@ -228,8 +230,9 @@ def reference_outputs(
         shape = _shape(batch)
         if values[shape] > _MOST_VALUES:
             continue
-        count = len(next(iter(batch.values())))
-        ends = tuple(sorted({*range(min(_EDGE_ROWS, count)), *range(max(0, count - _EDGE_ROWS), count)}))
+        count, tokens = batch_shape(batch)
+        edge = max(_FEWEST_EDGE_ROWS, min(_EDGE_ROWS, _EDGE_TOKENS // (tokens or 1)))
+        ends = tuple(sorted({*range(min(edge, count)), *range(max(0, count - edge), count)}))
         part = rows_at(batch, ends) if apart else batch
         with torch.no_grad(), untouched(model):
             result = model(**part)
