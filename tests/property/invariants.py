@@ -60,8 +60,15 @@ def has_engines(drawn: DrawnModel) -> bool:
 
 
 def is_finite(drawn: DrawnModel) -> bool:
-    """Whether the float model gives numbers, whatever its type."""
-    return all(bool(leaf.isfinite().all()) for leaf in _floats(float_outputs(drawn)))
+    """Whether the float model runs and gives numbers, whatever its type."""
+    try:
+        outputs = float_outputs(drawn)
+    except RuntimeError as error:
+        # Where gradients are wanted, torch refuses to change a part of a split in place.
+        if "is being modified inplace" not in str(error):
+            raise
+        return False
+    return all(bool(leaf.isfinite().all()) for leaf in _floats(outputs))
 
 
 def _is_measurable(drawn: DrawnModel) -> bool:
