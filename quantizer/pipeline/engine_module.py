@@ -170,7 +170,8 @@ class EngineModule(nn.Module):
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a tensor with samples on the CPU, which ``by_name`` would return unchanged."""
-    return type(value) is Tensor and value.device.type == "cpu" and value.dim() > 0 and len(value) > 0
+    is_tensor = type(value) is Tensor and value.device.type == "cpu" and not value.requires_grad
+    return is_tensor and value.dim() > 0 and len(value) > 0
 
 
 class _Constant:

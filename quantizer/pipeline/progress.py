@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -87,6 +87,20 @@ class LateStream(io.TextIOBase):
             self._stream.flush()
             self._held = ""
         return len(text)
+
+
+def console_of(progress: bool | None) -> Console:
+    """Return the console for the stages of a call from Python, which prints to stderr.
+
+    Args:
+        progress: True to print at once, False to print nothing; None to print at once in a terminal, and elsewhere,
+            also in a notebook, only the stages of a call that takes 10 seconds.
+    """
+    console = Console(stderr=True, quiet=progress is False)
+    if progress is None and not console.is_terminal:
+        # In a notebook, the console would bypass the stream.
+        return Console(file=cast(IO[str], LateStream(sys.stderr)), force_jupyter=False)
+    return console
 
 
 # Once per second, because latencies may be measured meanwhile.

@@ -8,14 +8,12 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import sys
 import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from rich.console import Console
 from torch import nn
 
 from quantizer.algorithms.sensitivity.session import Sensitivity
@@ -41,7 +39,7 @@ from quantizer.pipeline.engine_module import CallForm, EngineModule
 from quantizer.pipeline.function_source import called
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.pipeline.module_feed import fitted
-from quantizer.pipeline.progress import LateStream
+from quantizer.pipeline.progress import console_of
 from quantizer.pipeline.run import RUN, carry_out
 from quantizer.pipeline.scores import FunctionScorer, ScoreFunction
 from quantizer.pipeline.workload import module_batches, module_workload, output_of
@@ -234,9 +232,6 @@ def quantize_model(
         fallback_section = _fallback(fallback, scored=score is not None)
         batches = module_batches(model, data, samples)
         float_model = _ready(model)
-        console = Console(stderr=True, quiet=progress is False)
-        if progress is None and not console.is_terminal:
-            console = Console(file=cast(IO[str], LateStream(sys.stderr)))
         call = _call_form(float_model, batches[0])
         run_config = _run_config(model, batches, quantizer_settings, threads, fallback_section)
         parent = scratch_folder()
@@ -246,7 +241,7 @@ def quantize_model(
             scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=higher_is_better)
             work = partial(module_workload, float_model, run_config.model.source, batches, scorer)
             with alone():
-                record = carry_out(run_config, folder, False, console, work, scored=score is not None)
+                record = carry_out(run_config, folder, False, console_of(progress), work, scored=score is not None)
             assert record is not None
             if record.engine_refused is not None:
                 raise EngineError(refusal(record.engine_refused))

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.engines.base import checked_inputs
 from quantizer.errors import EngineError, MissingDependencyError
 from quantizer.export.qdq.onnx_file import TensorSpec
+from quantizer.pipeline.engine_module import CallForm, EngineModule
 
 onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 
@@ -158,7 +160,6 @@ def test_openvino_names_outputs_as_the_file_does(write_qdq: Any) -> None:
 
 
 def test_tensors_as_inputs(name: str, qdq: Any) -> None:
-    torch = pytest.importorskip("torch")
     engine = load_engine(name, qdq.path)
     x = qdq.input(2, 3)
     tensor = torch.tensor(x, requires_grad=True)
@@ -170,8 +171,14 @@ def test_tensors_as_inputs(name: str, qdq: Any) -> None:
         engine({"x": tensor.double()})
 
 
+def test_a_result_takes_tensors_that_need_a_gradient(name: str, qdq: Any) -> None:
+    engine = load_engine(name, qdq.path)
+    module = EngineModule(engine, CallForm.by_names("Net", engine.input_names, engine.output_names))
+    x = torch.from_numpy(qdq.input(2, 3))
+    assert torch.equal(module(x=x.clone().requires_grad_())["y"], module(x)["y"])
+
+
 def test_one_input_needs_no_name(name: str, qdq: Any) -> None:
-    torch = pytest.importorskip("torch")
     engine = load_engine(name, qdq.path)
     x = qdq.input(2, 3)
     np.testing.assert_array_equal(engine(x)["y"], engine({"x": x})["y"])

@@ -9,7 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
-from quantizer.pipeline.progress import Heartbeat, LateStream, Outlook, StageTimer
+from quantizer.pipeline.progress import Heartbeat, LateStream, Outlook, StageTimer, console_of
 from quantizer.utils.progress import loop, open_loops
 
 
@@ -139,3 +139,15 @@ def test_short_work_prints_nothing_and_long_work_prints_all(monkeypatch: pytest.
     now = 110.0
     print("second", file=late)
     assert shown.getvalue() == "first\nsecond\n"
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+def test_a_short_call_prints_nothing(
+    notebook: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    displayed: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: notebook)
+    monkeypatch.setattr("rich.jupyter.display", lambda *shown: displayed.append(shown))
+    console_of(None).print("a stage")
+    console_of(False).print("a stage")
+    assert (displayed, capsys.readouterr().err) == ([], "")
