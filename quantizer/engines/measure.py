@@ -54,6 +54,12 @@ def trial_process(backends: Iterable[str] = ()) -> Iterator[None]:
             _KEPT.reset(token)
 
 
+def end_trial_process() -> None:
+    """End the process of ``trial_process`` before its block ends, if there is one; a later trial starts another."""
+    if (worker := _KEPT.get()) is not None:
+        worker.close()
+
+
 def in_own_process(task: str, backend: str, words: Sequence[Any], *, doing: str, timeout_s: float) -> Any:
     """Run a task of ``_TASKS`` in another process, and return its result.
 

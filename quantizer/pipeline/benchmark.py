@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ def measure_latency(
     single: Mapping[str, Mapping[str, Engine]],
     reference: str,
     samples: Sequence[Any],
-    fastest_float: Mapping[str, Runnable] = MappingProxyType({}),
+    fastest_float: tuple[str, Runnable] | None = None,
 ) -> tuple[Latency, ...]:
     """Return the latency of each engine, the usual size first; with several graphs, also of each graph.
 
@@ -97,10 +96,11 @@ def measure_latency(
         single: their engines by graph.
         reference: the name of the float engine, to which speed-ups are relative.
         samples: samples for the batches.
-        fastest_float: a faster float engine of another backend by its name; then speed-ups are relative to it.
+        fastest_float: name and engine of another float engine, which is faster; then speed-ups are relative to it.
     """
     models = {name: graphs.timed(form) for name, form in engines.items()}
-    for name, form in fastest_float.items():
+    if fastest_float is not None:
+        name, form = fastest_float
         models = {**models, "float": graphs.timed(form), reference: models["float"]}
         reference = name
     with_pytorch = config.report.latency_shapes == "all"
@@ -159,14 +159,15 @@ def with_deployed(
     ``load`` is the Python code that loads the float engine; empty without one.
     """
     entries = {} if latency is None else {entry.name: entry for entry in latency.engines}
-    if choice is None or latency is None or latency.reference == PYTORCH or not {"float", "engine"} <= set(entries):
+    own = None if latency is None else latency.float_engine
+    if choice is None or latency is None or own is None or "engine" not in entries:
         return choice
     low, plain = (f"{stem}.engine" for stem in (QUANTIZED_STEM, FLOAT_STEM))
-    ratio = entries["engine"].ratio_to_float
-    if not latency.reference.startswith(f"{backend} "):
-        return replace(choice, deploy=f"{low}, {text.times(ratio)} as fast as the float engine {latency.reference}")
+    ratio = own.median_ms / entries["engine"].median_ms
     if ratio >= TIE:
-        return replace(choice, deploy=f"{low}, {text.times(ratio)} as fast as {plain} next to it")
+        to_float = text.times(entries["engine"].ratio_to_float)
+        reference = f"{plain} next to it" if own.name == "float" else f"the float engine {latency.reference}"
+        return replace(choice, deploy=f"{low}, {to_float} as fast as {reference}")
     if not is_float_right:
         return choice
     best, lost = choice.candidates[0], f"{plain}; the quantized {low} next to it has {text.times(ratio)} its speed"

@@ -30,7 +30,6 @@ from quantizer.pipeline.fastest_engine import (
     candidate_line,
     choose,
     failed,
-    mean_time,
     named,
     not_built,
     quantized_of,
@@ -61,7 +60,7 @@ class PickedBackend:
         quantizer: its quantizer, from the same calibration; None if nothing is quantized.
         choice: the record of all candidates.
         engines: the engines of the backend: float, and quantized without a fallback.
-        fastest_float: the fastest float engine of all backends by its name, unless it is the one of ``engines``.
+        fastest_float: name and engine of the fastest float engine of all backends, unless ``engines`` has it.
         checks: comparisons of the quantized engine's outputs, by graph.
         references: PyTorch's float outputs on the batches of the comparisons, by graph.
     """
@@ -70,7 +69,7 @@ class PickedBackend:
     quantizer: Quantizer | None
     choice: EngineChoice
     engines: RunEngines
-    fastest_float: Mapping[str, Runnable]
+    fastest_float: tuple[str, Runnable] | None
     checks: Mapping[str, tuple[OutputCheck, ...]]
     references: Mapping[str, References]
 
@@ -141,11 +140,9 @@ def pick_backend(
         maker = _CandidateBuilder(work, config, calibrated, batches[0], samples, Path(scratch))
         correct, rejected = maker.all(variants)
         shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs)
-        maker.score_fast_ones(correct)
-        choice = bound(
-            choose([*(entry.candidate for entry in correct.values()), *rejected], shapes, missing),
-            lambda candidate: _inspected(context, config, correct[candidate.name]),
-        )
+        choice = choose([*(entry.candidate for entry in correct.values()), *rejected], shapes, missing)
+        choice = bound(choice, lambda candidate: _inspected(context, config, correct[candidate.name]))
+        choice = maker.scored(choice, correct)
         best = correct[choice.candidates[0].name]
         if fastest and best.variant.dtype is None:
             config = _in_float(config)
@@ -157,13 +154,12 @@ def pick_backend(
             both.float_name = plain.variant.name
             both.adopt("float", plain.made)
         both.adopt("engine", low.made)
-        rivals = _fastest_float(choice, correct) if plain is not None else {}
-        rivals.pop(both.float_name, None)
-    references = {
-        name: of_graph.of_one(work.graphs.checked_modules(work.context.model)[name])
-        for name, of_graph in maker.references.items()
-    }
-    return PickedBackend(config, used, choice, both, rivals, low.checks, references)
+        name = next((entry.name for entry in choice.candidates if entry.is_float and entry.milliseconds), None)
+        is_delivered = plain is None or name == both.float_name
+        fastest_float = None if name is None or is_delivered else (name, correct[name].runs)
+    floats = work.graphs.checked_modules(work.context.model)
+    references = {name: of_graph.of_one(floats[name]) for name, of_graph in maker.references.items()}
+    return PickedBackend(config, used, choice, both, fastest_float, low.checks, references)
 
 
 def _time(
@@ -270,20 +266,21 @@ class _CandidateBuilder:
                 self._context.timer.tell(candidate_line(candidate, names, time.perf_counter() - start))
         return correct, rejected
 
-    def score_fast_ones(self, correct: dict[str, _Checked]) -> None:
-        """Score the quantized candidates that may be chosen; float engines are checked by their outputs only."""
-        low = {name: entry for name, entry in correct.items() if entry.variant.dtype is not None}
-        sizes = max((len(entry.candidate.milliseconds) for entry in low.values()), default=0)
-        timed = {name: entry for name, entry in low.items() if len(entry.candidate.milliseconds) == sizes > 0}
-        best = min((entry.candidate for entry in timed.values()), key=mean_time, default=None)
-        for name, entry in timed.items() if not self._graphs.several else ():
-            if best is None or entry.candidate.times_of(best) > _SCORED:
-                continue
-            # The samples of a function are unknown, so its score cannot be cached.
-            store = self._kept if self._scored_rows is not None else NO_STORE
-            key = ["difference", self._scored_rows, entry.made[self._graphs.names[0]].built.path]
-            difference = store.get(key, partial(self._scoring.difference, name, entry.runs))
-            correct[name] = replace(entry, candidate=replace(entry.candidate, score_difference=difference))
+    def scored(self, choice: EngineChoice, correct: Mapping[str, _Checked]) -> EngineChoice:
+        """Return a choice with the scores of the fast quantized candidates; float engines are only compared."""
+        low = [entry for entry in choice.candidates if not entry.is_float and entry.milliseconds]
+        near = {entry.name for entry in low if entry.times_of(low[0]) <= _SCORED and not self._graphs.several}
+        candidates = [
+            replace(entry, score_difference=self._difference(correct[entry.name])) if entry.name in near else entry
+            for entry in choice.candidates
+        ]
+        return replace(choice, candidates=tuple(candidates))
+
+    def _difference(self, entry: _Checked) -> float | None:
+        # The samples of a function are unknown, so its score cannot be cached.
+        store = self._kept if self._scored_rows is not None else NO_STORE
+        key = ["difference", self._scored_rows, entry.made[self._graphs.names[0]].built.path]
+        return store.get(key, partial(self._scoring.difference, entry.variant.name, entry.runs))
 
     def _tried(self, variant: Variant, candidate: Candidate) -> _Checked:
         """Export, build and check one candidate."""
@@ -372,12 +369,6 @@ class _CandidateBuilder:
             export_quantized(self.quantizers[key], graphs, proxy, files, opset)
             self._frozen[key] = proxy
         return self._frozen[key], files
-
-
-def _fastest_float(choice: EngineChoice, correct: Mapping[str, _Checked]) -> dict[str, Runnable]:
-    """Return the fastest float engine of all backends by its name; empty without one."""
-    found = next((entry for entry in choice.candidates if entry.is_float and entry.milliseconds), None)
-    return {} if found is None else {found.name: correct[found.name].runs}
 
 
 def _called(batch: Batch, runs: Runnable) -> object:

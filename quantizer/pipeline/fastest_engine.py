@@ -72,7 +72,7 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
         missing: packages that are not installed.
     """
     ran = sorted(
-        (candidate for candidate in candidates if len(candidate.milliseconds) == len(shapes) > 0), key=mean_time
+        (candidate for candidate in candidates if len(candidate.milliseconds) == len(shapes) > 0), key=_mean_time
     )
     slow = [candidate for candidate in candidates if 0 < len(candidate.milliseconds) < len(shapes)]
     failures = [candidate for candidate in candidates if not candidate.milliseconds]
@@ -123,7 +123,7 @@ def slow_ones(candidates: Sequence[Candidate]) -> set[str]:
     slow = set()
     for is_float in (True, False):
         kind = [entry for entry in candidates if entry.is_float is is_float and entry.milliseconds]
-        best = min(kind, key=mean_time, default=None)
+        best = min(kind, key=_mean_time, default=None)
         slow |= {entry.name for entry in kind if best is not None and entry.times_of(best) >= SLOW}
     return slow
 
@@ -195,7 +195,7 @@ def failed(candidate: Candidate, why: object) -> Candidate:
     return replace(candidate, milliseconds=(), verdict=f"failed: {why}")
 
 
-def mean_time(candidate: Candidate) -> float:
+def _mean_time(candidate: Candidate) -> float:
     """Return the geometric mean of the latencies; ratios of such means do not depend on a reference."""
     return math.exp(sum(map(math.log, candidate.milliseconds)) / len(candidate.milliseconds))
 

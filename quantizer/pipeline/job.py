@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +49,7 @@ class Job:
         converts: the job belongs to a conversion, which has one job per backend.
         work: the model, the samples and the scores.
         fixed: sentences about sizes that the model fixes.
-        fastest_float: the fastest float engine by its name, where another backend than that of the run has it.
+        fastest_float: name and engine of the fastest float engine, unless the run delivers it.
         alone: sentences about the sizes that an engine is limited to, by engine name.
         refused: the reason why an engine is not delivered, by engine name.
         references: PyTorch's outputs at several sizes, by graph.
@@ -77,7 +77,7 @@ class Job:
     fixed: tuple[str, ...] = ()
     batches: list[Batch] = field(default_factory=list)
     choice: EngineChoice | None = None
-    fastest_float: Mapping[str, Runnable] = field(default_factory=dict)
+    fastest_float: tuple[str, Runnable] | None = None
     proxy: nn.Module | None = None
     forms: dict[str, nn.Module] = field(default_factory=dict)
     training: TrainingResult | None = None

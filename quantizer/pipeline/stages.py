@@ -18,7 +18,7 @@ from torch import nn
 from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.config import AmpConfig, RunConfig, dump_yaml
 from quantizer.engines.for_this_cpu import cpu_candidates
-from quantizer.engines.measure import trial_process
+from quantizer.engines.measure import end_trial_process, trial_process
 from quantizer.errors import EngineError
 from quantizer.pipeline.benchmark import build_options, measure_latency, measure_memory
 from quantizer.pipeline.check_rules import check_rules
@@ -142,6 +142,8 @@ def choose_engine(job: Job) -> None:
         return picked[0].config.model_dump(mode="json")
 
     values = from_first_rank(choose, Any)
+    # Its libraries and the last engine take hundreds of MiB.
+    end_trial_process()
     if picked:
         job.config, job.choice, job.engines = picked[0].config, picked[0].choice, picked[0].engines
         job.fastest_float, job.references = picked[0].fastest_float, dict(picked[0].references)
@@ -257,21 +259,16 @@ def compare(job: Job) -> None:
     """
     if job.built["engine"] is job.compared:
         return
-    feed, job.checks, job.only_sizes, job.distances = job.context.feed, {}, (), ()
+    job.checks, job.only_sizes, job.distances = {}, (), ()
     job.alone.pop("engine", None)
     job.refused.pop("engine", None)
     with job.timer("compare the outputs"):
-        batches = job.graphs.checked_on(job.config, job.samples)
-        if not job.references or job.training is not None:
-            # Training changes the float model.
-            job.references = {
-                name: References(of_graph, apart=feed.samples_independent) for name, of_graph in batches.items()
-            }
         try:
             if job.engines.runs_here:
+                job.references = _references(job)
                 job.checks = _checked_engine(job, "engine", job.frozen, job.tolerance(quantized=job.config.quantize))
             else:
-                job.distances = tuple(_of_proxy(job, batches))
+                job.distances = tuple(_of_proxy(job, job.graphs.checked_on(job.config, job.samples)))
         except WrongEngineError as wrong:
             job.checks = {QUANTIZED_STEM: tuple(wrong.checks)}
             _refuse(job, str(wrong))
@@ -280,6 +277,17 @@ def compare(job: Job) -> None:
             job.timer.say(f"warning: {error}")
     job.built = job.engines.built
     job.compared = job.built["engine"]
+
+
+def _references(job: Job) -> dict[str, References]:
+    """Return references for the outputs of an engine, with the float outputs that are known."""
+    # Training changes the float model.
+    if job.references and job.training is None:
+        floats = job.graphs.checked_modules(job.model)
+        return {name: known.of_one(floats[name]) for name, known in job.references.items()}
+    batches = job.graphs.checked_on(job.config, job.samples)
+    apart = job.context.feed.samples_independent
+    return {name: References(of_graph, apart=apart) for name, of_graph in batches.items()}
 
 
 def _of_proxy(job: Job, batches: Mapping[str, Sequence[Batch]]) -> Iterator[OutputDistance]:
@@ -398,7 +406,7 @@ def benchmark(job: Job) -> None:
     if job.alone:
         # A fixed-shape engine has a model for the usual size.
         config = config.model_copy(update={"report": config.report.model_copy(update={"latency_shapes": "usual"})})
-    rival = {} if job.alone or job.graphs.several or "float" not in loaded else job.fastest_float
+    rival = None if job.alone or job.graphs.several or "float" not in loaded else job.fastest_float
     job.latencies = measure_latency(context, config, job.graphs, loaded, single, name, job.samples, rival)
     # A ratio needs both engines.
     if config.quantize and not job.graphs.several:

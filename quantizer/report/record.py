@@ -156,6 +156,12 @@ class Latency(Record):
     engines: tuple[LatencyEntry, ...]
     """One entry per engine, the float reference first."""
 
+    @property
+    def float_engine(self) -> LatencyEntry | None:
+        """The entry of ``float.engine``: an entry of its own if another backend has the reference; None without one."""
+        own = [entry for entry in self.engines if entry.name != "engine" and not entry.name.startswith("PyTorch")]
+        return None if self.reference.startswith("PyTorch") else next(iter(own[1:] or own), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SizeEntry(Record):

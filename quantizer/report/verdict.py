@@ -211,8 +211,8 @@ def _judged_speed(record: RunRecord) -> list[tuple[str, str]]:
             if run
             else "; convert without --quantization"
         )
-        of_another = record.engine is not None and not record.latency.reference.startswith(f"{record.engine.backend} ")
-        deploy = "" if _float_is_wrong(record) or of_another else deploy
+        is_delivered = record.latency.float_engine is record.speeds[1]
+        deploy = deploy if is_delivered and not _float_is_wrong(record) else ""
         slower = "is not faster" if ratio < 1 / TIE else "is not faster beyond noise"
         return [(LOOK, f"the quantized engine {slower}: {ratio:.2f}x as fast as {reference}{deploy}")]
     return [(USABLE, f"{ratio:.2f}x as fast as {reference}")]

@@ -11,8 +11,9 @@ from rich.console import Console
 from quantizer.engines import Inspection, PrecisionShare
 from quantizer.errors import EngineError
 from quantizer.pipeline import fastest_engine as choose_engine
+from quantizer.pipeline.benchmark import with_deployed
 from quantizer.pipeline.fastest_engine import bound, choose, require_sites, slow_ones, timed
-from quantizer.report.record import Candidate
+from quantizer.report.record import Candidate, Latency, latency_entries
 from quantizer.report.terminal import print_choice
 from quantizer.utils import cpu
 
@@ -212,6 +213,33 @@ def test_a_long_reason_leaves_the_times_in_sight(capsys: pytest.CaptureFixture[s
         assert shown in table
     assert f"openvino int8: failed: {path} is damaged" in below
     assert "openvino int8+bfloat16: 3.54x the time at 1 x 16 and 8 x 128: too slow to continue" in below
+
+
+@pytest.mark.parametrize(
+    ("reference", "milliseconds", "deploy"),
+    [
+        ("a float32", {"float": 2.0, "engine": 1.0}, "model.engine, 2.00x as fast as float.engine next to it"),
+        (
+            "b float32",
+            {"float": 1.5, "engine": 1.0, "a float32": 2.0},
+            "model.engine, 1.50x as fast as the float engine b float32",
+        ),
+        # Of the files of the run, the float engine is the faster one, whatever another backend does.
+        (
+            "b float32",
+            {"float": 1.0, "engine": 2.0, "a float32": 1.5, "PyTorch float": 9.0},
+            "float.engine; the quantized model.engine next to it has 0.75x its speed",
+        ),
+    ],
+)
+def test_of_the_files_of_a_run_the_faster_is_deployed(
+    reference: str, milliseconds: dict[str, float], deploy: str
+) -> None:
+    entries = latency_entries({name: [time] for name, time in milliseconds.items()})
+    latency = Latency(batch=8, sequence=None, threads=1, reference=reference, engines=entries)
+    chosen = with_deployed(choose([A_INT8, A_FLOAT], SHAPES, ()), latency, "a")
+    assert chosen is not None
+    assert chosen.deploy == deploy
 
 
 def test_a_plan_without_sites_is_no_candidate() -> None:
