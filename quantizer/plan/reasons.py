@@ -93,7 +93,7 @@ class ReasonCode(_Template):
     OFFLOADED = "the weight is offloaded and loaded at each call, so the model has no weight to store as integers"
     NO_BLOCKS = "a weight with {axes} axes cannot be split into blocks of input channels"
     INDIVISIBLE = "the number of its input channels is not a multiple of the block size"
-    SQNR = "its SQNR in {dtype} is {sqnr} dB, below the limit of {limit} dB"
+    SQNR = "SQNR in {dtype} is {sqnr} dB, below the limit of {limit} dB"
     SCALE_TOO_SMALL = (
         "its largest magnitude, {amax}, needs a scale below {least}, the smallest normal number of {dtype}"
     )

@@ -256,7 +256,7 @@ def _site(draw: random.Random, layer: int, part: int) -> Site:
     sqnr = round(draw.uniform(12, 44), 2)
     quantized = kind != "residual_add" or sqnr > 25
     excluded = layer == 11 and part == 0
-    reason = "calibrated" if quantized else f"its SQNR in int8 is {sqnr} dB, below the limit of 25 dB"
+    reason = "calibrated" if quantized else f"SQNR in int8 is {sqnr} dB, below the limit of 25 dB"
     return Site(
         name=name,
         kind=kind,
