@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +166,9 @@ def _nncf(model: nn.Module, batches: Sequence[Any]) -> str:
 
 def _measured(tool: str, name: str) -> dict[str, Any]:
     """Run a job in this process, and return its seconds."""
-    import nncf  # noqa: F401 - imports do not count
-    import openvino  # noqa: F401
-
-    import quantizer.pipeline.quantize_model  # noqa: F401
-
+    # Imports do not count.
+    for module in {"ours": ["quantizer.pipeline.quantize_model"], "nncf": ["nncf", "openvino"]}[tool]:
+        import_module(module)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, batches = NETS[name]()
