@@ -36,9 +36,7 @@ def test_no_two_codes_have_one_template() -> None:
     assert len(RuleKind) == len(RuleKind.__members__)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "int8: lhs; rhs not: SQNR in int8 is 3.0 dB, below the limit of 33 dB", "a\nb"]
-)
+@pytest.mark.parametrize("text", ["", "int8: lhs; rhs not: SQNR in int8 is 3.0 dB, below the limit of 33 dB", "a\nb"])
 def test_what_no_template_makes_is_kept(text: str) -> None:
     assert ReasonCode.read(text) == (ReasonCode.OTHER, {"text": text})
     assert RuleKind.read(text) == (RuleKind.OTHER, {"text": text})

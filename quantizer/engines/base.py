@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Semaphore
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -416,23 +417,21 @@ T = TypeVar("T")
 
 
 class Pool(Generic[T]):
-    """Pool of objects that each serve one call at a time; ``take`` creates an object if none is free.
+    """Pool of objects that each serve one call at a time; ``take`` waits until one is free.
 
-    It grows to the number of concurrent calls, independent of threads. The last returned object is taken first, because
-    its memory is still in the cache. ``list.pop`` and ``list.append`` are atomic, so no lock is needed.
+    The last returned object is taken first, because its memory is still in the cache.
     """
 
-    def __init__(self, make: Callable[[], T], *first: T) -> None:
-        self._make = make
-        self._free = [*first]
+    def __init__(self, items: Iterable[T]) -> None:
+        self._free = [*items]
+        self._turns = Semaphore(len(self._free))
 
     def take(self) -> T:
-        """Return an object for the caller, who returns it with ``give_back`` unless the call failed."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return self._make()
+        """Return an object for the caller, who returns it with ``give_back``."""
+        self._turns.acquire()
+        return self._free.pop()
 
     def give_back(self, item: T) -> None:
         """Return an object to the pool."""
         self._free.append(item)
+        self._turns.release()

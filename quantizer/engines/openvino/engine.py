@@ -73,7 +73,7 @@ class _Note:
 
 
 class OpenVINOEngine:
-    """Compiled OpenVINO models with pools of inference requests, one request per concurrent call."""
+    """Compiled OpenVINO models with pools of inference requests; calls wait for a free one."""
 
     name = "openvino"
     device = "cpu"
@@ -92,7 +92,7 @@ class OpenVINOEngine:
         self.input_names = tuple(spec.name for spec in self.inputs)
         self.output_names = tuple(port_name(port) for port in compiled.outputs)
         self._checked = InputCheck(self.name, self.inputs)
-        # Each pool starts with a request, so a model that cannot run fails at load time.
+        # Requests are made at load time, where a model that cannot run fails.
         self._requests = None if models.compiled is None else _requests(models.compiled)
         self._fixed = {shapes: _requests(model) for shapes, model in models.fixed.items()}
         self._buffers = models.buffers
@@ -103,13 +103,14 @@ class OpenVINOEngine:
         requests = self._fixed.get(tuple(array.shape for array in arrays.values()), self._requests)
         if requests is None:
             raise EngineError(f"{self.name} engine: it has no model for {_words(arrays)}; expected {self._sizes()}")
+        request = requests.take()
         try:
-            request = requests.take()
             # Pass inputs by position, because ports may have several names.
             results = request.infer(dict(enumerate(arrays.values())), share_inputs=True)
         except _REFUSALS as error:
             raise EngineError(f"OpenVINO could not run the engine: {reason(error)}") from error
-        requests.give_back(request)
+        finally:
+            requests.give_back(request)
         outputs = map(np.asarray, results.to_tuple())
         return in_kind(inputs, self.output_names, outputs)
 
@@ -246,7 +247,12 @@ def _capabilities(ov: Any) -> Sequence[str]:
 
 
 def _requests(model: Any) -> Pool[Any]:
-    return Pool(model.create_infer_request, model.create_infer_request())
+    """Return requests that keep every stream of a model busy: while it computes, the outputs of one more are copied.
+
+    They are all made here. In OpenVINO 2026.4, making a request while another one runs ends the process (SIGSEGV).
+    """
+    streams = int(model.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))
+    return Pool(model.create_infer_request() for _ in range(streams + 1))
 
 
 def _words(arrays: Mapping[str, Array]) -> str:
