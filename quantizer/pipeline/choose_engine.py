@@ -62,6 +62,7 @@ class PickedBackend:
         engines: the engines of the backend: float, and quantized without a fallback.
         fastest_float: name and engine of the fastest float engine of all backends, unless ``engines`` has it.
         checks: comparisons of the quantized engine's outputs, by graph.
+        float_checks: comparisons of the float engine's outputs, by graph.
         references: PyTorch's float outputs on the batches of the comparisons, by graph.
     """
 
@@ -71,6 +72,7 @@ class PickedBackend:
     engines: RunEngines
     fastest_float: tuple[str, Runnable] | None
     checks: Mapping[str, tuple[OutputCheck, ...]]
+    float_checks: Mapping[str, tuple[OutputCheck, ...]]
     references: Mapping[str, References]
 
 
@@ -159,7 +161,8 @@ def pick_backend(
         fastest_float = None if name is None or is_delivered else (name, correct[name].runs)
     floats = work.graphs.checked_modules(work.context.model)
     references = {name: of_graph.of_one(floats[name]) for name, of_graph in maker.references.items()}
-    return PickedBackend(config, used, choice, both, fastest_float, low.checks, references)
+    float_checks = {} if plain is None else plain.checks
+    return PickedBackend(config, used, choice, both, fastest_float, low.checks, float_checks, references)
 
 
 def _time(
@@ -172,7 +175,8 @@ def _time(
     """Time the candidates at each size, and return the names of the sizes.
 
     Candidates that fail are moved to ``rejected``. At each size, a few rounds show which candidates are too slow to
-    win; only the others are timed in all rounds. Candidates that are too slow are skipped at the last, largest size.
+    win; if several are left, these are timed in all rounds. Candidates that are too slow are skipped at the last,
+    largest size.
     """
     shapes: list[str] = []
     for place, batch in enumerate(batches, start=1):
@@ -185,9 +189,9 @@ def _time(
         times, broken = timed(engines, partial(take, rounds=_FEW_ROUNDS, warmup=1), call)
         spent = sum(sum(milliseconds) for milliseconds in times.values()) / 1000
         measured = [replace(correct[name].candidate, milliseconds=(statistics.median(times[name]),)) for name in times]
+        fast = {name: engines[name] for name in times.keys() - slow_ones(measured)}
         # At a size that takes seconds, few rounds are enough.
-        fast = {} if spent > _ENOUGH_S else {name: engines[name] for name in times.keys() - slow_ones(measured)}
-        if fast:
+        if len(fast) > 1 and spent <= _ENOUGH_S:
             all_rounds, broken_later = timed(fast, take, call)
             broken |= broken_later
             times |= all_rounds

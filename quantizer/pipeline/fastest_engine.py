@@ -119,13 +119,11 @@ def _is_tied(best: Candidate, other: Candidate) -> bool:
 
 
 def slow_ones(candidates: Sequence[Candidate]) -> set[str]:
-    """Return the names of candidates that cannot become the fastest, in float or quantized, at more sizes."""
-    slow = set()
-    for is_float in (True, False):
-        kind = [entry for entry in candidates if entry.is_float is is_float and entry.milliseconds]
-        best = min(kind, key=_mean_time, default=None)
-        slow |= {entry.name for entry in kind if best is not None and entry.times_of(best) >= SLOW}
-    return slow
+    """Return the names of candidates that cannot become the fastest, or the fastest quantized one, at more sizes."""
+    ran = sorted((entry for entry in candidates if entry.milliseconds), key=_mean_time)
+    low = [entry for entry in ran if not entry.is_float]
+    rivals = {True: ran, False: low}
+    return {entry.name for entry in ran if entry.times_of(rivals[entry.is_float][0]) >= SLOW}
 
 
 def timed(

@@ -54,6 +54,7 @@ class Job:
         refused: the reason why an engine is not delivered, by engine name.
         references: PyTorch's outputs at several sizes, by graph.
         checks: comparisons of the engine's outputs with the references, by graph.
+        float_checks: the same of the float engine.
         agreement: the agreement of generated texts with the float model, by form.
         only_sizes: the sizes that the engine accepts; empty for all.
         distances: the distance of the proxy's outputs from the float model, if no engine runs on this machine.
@@ -84,6 +85,7 @@ class Job:
     built: dict[str, BuildResult] = field(default_factory=dict)
     compared: BuildResult | None = None
     checks: dict[str, tuple[OutputCheck, ...]] = field(default_factory=dict)
+    float_checks: dict[str, tuple[OutputCheck, ...]] = field(default_factory=dict)
     only_sizes: OnlySizes = ()
     alone: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)

@@ -84,6 +84,7 @@ class RunEngines:
             threads=self._config.engine.threads,
             options=repr(self.options()),
             sizes=run_sizes(self._config, self._context),
+            exact=self._config.fallback is not None,
         )
 
     def files(self, name: str, graph: str | None = None) -> EngineFiles:

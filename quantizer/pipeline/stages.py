@@ -150,6 +150,7 @@ def choose_engine(job: Job) -> None:
         if not job.graphs.several and job.config.qat is None:
             # Without a fallback, the engine and its plan stay as they were compared.
             job.checks, job.compared = dict(picked[0].checks), job.engines.built["engine"]
+            job.float_checks = dict(picked[0].float_checks)
         if picked[0].quantizer is not None:
             job.quantizer = picked[0].quantizer
     else:
@@ -339,18 +340,19 @@ def compare_float(job: Job) -> None:
     """Compare the outputs of the float engine with the float model, and keep the lowest SQNR."""
     if not job.engines.runs_here:
         return
-    with job.timer("compare the float engine"):
-        try:
-            checks = _checked_engine(job, "float", job.model, job.tolerance(quantized=False))
-        except WrongEngineError as wrong:
-            job.refused["float"] = str(wrong)
-            job.float_engine_db = wrong.decibels
-            return
-        except EngineError as error:
-            job.timer.say(f"warning: the float engine: {error}")
-            job.float_engine_db = NOTHING_DB
-            return
-    decibels = [check.sqnr_db for of_graph in checks.values() for check in of_graph]
+    if not job.float_checks:
+        with job.timer("compare the float engine"):
+            try:
+                job.float_checks = _checked_engine(job, "float", job.model, job.tolerance(quantized=False))
+            except WrongEngineError as wrong:
+                job.refused["float"] = str(wrong)
+                job.float_engine_db = wrong.decibels
+                return
+            except EngineError as error:
+                job.timer.say(f"warning: the float engine: {error}")
+                job.float_engine_db = NOTHING_DB
+                return
+    decibels = [check.sqnr_db for of_graph in job.float_checks.values() for check in of_graph]
     job.float_engine_db = min((check for check in decibels if check is not None), default=None)
 
 
@@ -517,7 +519,7 @@ def _scores_engine(of: Outline) -> Iterator[str]:
 
 
 def _compares_float(of: Outline) -> Iterator[str]:
-    if of.here:
+    if of.here and (not of.chooses or of.writes or of.config.qat is not None):
         yield "compare the float engine"
 
 

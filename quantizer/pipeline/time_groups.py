@@ -45,11 +45,14 @@ from quantizer.utils.sizes import DataSizes
 _ROUNDS, _SECONDS = 15, 6.0
 """Interleaved rounds for the latency of two engines, and a time limit in seconds."""
 
+_FEW_ROUNDS, _FEW_SECONDS = 5, 2.0
+"""The same if the latency only scales the times of layers."""
+
 _RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 2.0
 """Number of runs for the median time of a layer, its minimum, and a time limit in seconds."""
 
 _MEASUREMENTS, _MEASUREMENTS_S = 2, 5.0
-"""Number of measurements, of which the lower one counts, and the seconds after which no other begins."""
+"""Number of measurements, of which the lower time counts, and the seconds after which no other begins."""
 
 _LEAST_GAIN = 1.02
 """Minimum speed-up, predicted and measured, of a plan that keeps groups in float for latency."""
@@ -75,12 +78,14 @@ class Timing:
         threads: the number of CPU threads.
         options: the build options as text.
         sizes: the sizes of the inputs.
+        exact: measure every group twice, for a fallback by latency costs; else only if a group seems slower.
     """
 
     backend: str
     sizes: InputSizes
     threads: int
     options: str = ""
+    exact: bool = True
 
     def words(self, onnx: Path) -> str:
         """Return the conditions in words."""
@@ -92,22 +97,27 @@ class Timing:
         return load_engine(self.backend, path, threads=self.threads, verify=False)
 
     def of_places(
-        self, engines: Mapping[str, EngineFiles], places: Collection[str], latencies: Mapping[str, float]
+        self,
+        engines: Mapping[str, EngineFiles],
+        places: Collection[str],
+        latencies: Mapping[str, float],
+        doubtful: Callable[[Mapping[str, Mapping[str, float]]], bool],
     ) -> dict[str, dict[str, float]]:
         """Return the time of each place in each engine in microseconds: the lower of two interleaved measurements.
 
-        Other load on the machine slows layers down, but seldom the same ones twice. If the first measurement takes
-        long, the second one is skipped.
+        Other load on the machine slows layers down, but seldom the same ones twice. The second measurement is skipped
+        if the first one takes long, or is not ``doubtful``.
 
         Args:
             engines: the engines by name.
             places: the places, module paths of the model.
             latencies: the total latency of each engine in microseconds.
+            doubtful: whether times need a second measurement.
         """
         lowest: dict[str, dict[str, float]] = {}
         begin = time.perf_counter()
         for number in range(_MEASUREMENTS):
-            if number > 0 and time.perf_counter() - begin > _MEASUREMENTS_S:
+            if number > 0 and (time.perf_counter() - begin > _MEASUREMENTS_S or not doubtful(lowest)):
                 break
             for name, files in engines.items():
                 runs = max(_FEWEST_RUNS, min(_RUNS, int(1e6 * _RUNS_S / latencies[name])))
@@ -124,31 +134,42 @@ class Timing:
 
     def latencies(self, paths: Mapping[str, Path]) -> dict[str, float]:
         """Return the median latency of each engine in microseconds; see ``seconds``."""
-        return {name: 1e6 * seconds for name, seconds in medians(self.seconds(paths)).items()}
+        rounds = (_ROUNDS, _SECONDS) if self.exact else (_FEW_ROUNDS, _FEW_SECONDS)
+        return {name: 1e6 * seconds for name, seconds in medians(self.seconds(paths, *rounds)).items()}
 
-    def seconds(self, paths: Mapping[str, Path]) -> dict[str, list[float]]:
-        """Return the seconds of each engine in interleaved rounds, on generated inputs."""
+    def seconds(
+        self, paths: Mapping[str, Path], rounds: int = _ROUNDS, limit: float = _SECONDS
+    ) -> dict[str, list[float]]:
+        """Return the seconds of each engine in interleaved rounds, on generated inputs; see ``interleaved_latency``."""
         engines = {name: self.load(path) for name, path in paths.items()}
         calls = {name: partial(engine, working_inputs(engine, self.sizes)) for name, engine in engines.items()}
-        return interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS)
+        return interleaved_latency(calls, rounds=rounds, seconds=limit)
 
 
 def time_groups_of(
     plan: Plan, quantized: nn.Module, low: EngineFiles, plain: EngineFiles, timing: Timing, times: Store
 ) -> LatencyCosts | None:
     """Return the latency costs of a plan's groups; None if the library does not report layer times."""
-    hosts = {site.path: site.host_path for site in sites_of(quantized)}
+    hosts, where = {site.path: site.host_path for site in sites_of(quantized)}, timing.words(plain.onnx)
+
+    def costs(spent: Mapping[str, Mapping[str, float]], low_us: float, float_us: float) -> LatencyCosts:
+        totals = {"low_us": low_us, "float_us": float_us}
+        return latency_costs_from_layers(plan, hosts, spent["low"], spent["plain"], where=where, **totals)
 
     def take() -> dict[str, Any]:
         latency = timing.latencies({"low": low.engine, "plain": plain.engine})
-        spent = timing.of_places({"low": low, "plain": plain}, sorted(set(hosts.values())), latency)
+        spent = timing.of_places(
+            {"low": low, "plain": plain},
+            sorted(set(hosts.values())),
+            latency,
+            lambda spent: timing.exact or bool(costs(spent, latency["low"], latency["plain"]).slower()),
+        )
         return {"low_us": latency["low"], "float_us": latency["plain"], **spent}
 
     measured = times.get(_key("times", low, plain, timing), take)
     if not sum(measured["low"].values()) or not sum(measured["plain"].values()):
         return None
-    totals = {"low_us": measured["low_us"], "float_us": measured["float_us"], "where": timing.words(plain.onnx)}
-    return latency_costs_from_layers(plan, hosts, measured["low"], measured["plain"], **totals)
+    return costs(measured, measured["low_us"], measured["float_us"])
 
 
 def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:

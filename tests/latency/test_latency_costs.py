@@ -77,9 +77,9 @@ def test_a_layer_that_is_called_after_its_activation() -> None:
     }
 
 
-@pytest.mark.parametrize(("seconds", "measurements"), [(4, 2), (6, 1)])
+@pytest.mark.parametrize(("seconds", "doubtful", "measurements"), [(4, True, 2), (6, True, 1), (4, False, 1)])
 def test_layers_of_slow_engines_are_timed_in_fewer_runs(
-    seconds: float, measurements: int, monkeypatch: pytest.MonkeyPatch
+    seconds: float, doubtful: bool, measurements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = []
     clock = iter([0, seconds])
@@ -95,7 +95,8 @@ def test_layers_of_slow_engines_are_timed_in_fewer_runs(
     files = time_groups_of.EngineFiles(onnx=Path("model.onnx"), engine=Path("model.engine"))
     timing = time_groups_of.Timing(backend="openvino", sizes=InputSizes(32, 1), threads=1)
     engines = dict.fromkeys(("fast", "slow", "slower"), files)
-    found = timing.of_places(engines, ["a"], {"fast": 5e3, "slow": 0.3e6, "slower": 9e6})
+    latencies = {"fast": 5e3, "slow": 0.3e6, "slower": 9e6}
+    found = timing.of_places(engines, ["a"], latencies, lambda _: doubtful)
     assert runs == measurements * [10, 6, 3]
     assert {name: times["a"] for name, times in found.items()} == dict.fromkeys(engines, 3.0)
 

@@ -57,7 +57,7 @@ def _run(run: dict[str, Any], code: int = 0) -> RunRecord:
 def _engines(monkeypatch: pytest.MonkeyPatch, **microseconds: float) -> None:
     """Give the latencies of engines by their names, in microseconds."""
     monkeypatch.setattr(
-        Timing, "seconds", lambda self, paths: {name: [1e-6 * microseconds[name]] * 15 for name in paths}
+        Timing, "seconds", lambda self, paths, *_: {name: [1e-6 * microseconds[name]] * 15 for name in paths}
     )
 
 
@@ -126,7 +126,7 @@ def test_a_trial_is_built_for_the_chosen_backend(monkeypatch: pytest.MonkeyPatch
 def test_a_speed_that_is_reached_at_the_second_engine(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
 
-    def seconds(self: Timing, paths: dict[str, Path]) -> dict[str, list[float]]:
+    def seconds(self: Timing, paths: dict[str, Path], *_: Any) -> dict[str, list[float]]:
         if "placed" in paths:
             return {"placed": [1e-3], "low": [1e-3]}
         taken.append(0)
