@@ -82,6 +82,12 @@ class _Search:
     def _limit(self) -> float:
         return min(self.errors.values(), default=math.inf) * 10 ** (_TOLERANCE_DB / 10)
 
+    def best_of(self, settings: Sequence[Setting]) -> Setting:
+        """Measure settings, and return the best one."""
+        for setting in dict.fromkeys(settings):
+            self.measure(setting)
+        return self.best()
+
     def best(self) -> Setting:
         """Return the setting with the least error, or a similar one with an earlier calibrator or smaller alpha."""
         limit = self._limit()
@@ -114,10 +120,7 @@ def choose_ranges(plan: Plan, work: Work) -> Plan:
         smoothing = Smoothing(work, plan, [share for share in shares if share is not None])
     estimates = settings.estimates if _has_static_range(plan) else settings.estimates[:1]
     if len(shares) > 1 or len(estimates) > 1:
-        chosen = choose(work, smoothing, shares, estimates)
-        # The small values of a softmax favor ranges that clip values which other operands need.
-        if settings.calibrator == "output" and leave_costly_attention(work, searched=True):
-            choose(work, smoothing, shares, estimates, start=chosen)
+        choose(work, smoothing, shares, estimates)
     elif smoothing is not None:
         smoothing.take(shares[0])
         leave_costly_attention(work, searched=False)
@@ -130,14 +133,9 @@ def _has_static_range(plan: Plan) -> bool:
 
 
 def choose(
-    work: Work,
-    smoothing: Smoothing | None,
-    shares: Sequence[float | None],
-    estimates: Sequence[Estimate],
-    *,
-    start: Setting | None = None,
-) -> Setting:
-    """Choose a SmoothQuant alpha and a calibrator, apply them to all records, and return them."""
+    work: Work, smoothing: Smoothing | None, shares: Sequence[float | None], estimates: Sequence[Estimate]
+) -> None:
+    """Choose a SmoothQuant alpha and a calibrator, and whether attention is quantized; apply them to all records."""
     search = _Search(work, smoothing, estimates)
     plain = Setting(shares[0], 0)
     if work.kept.everywhere < 2:
@@ -148,7 +146,12 @@ def choose(
         )
         chosen = plain
     else:
-        chosen = _best_setting(search, shares, estimates, start)
+        chosen = _best_setting(search, shares, estimates)
+        search.take(chosen)
+        if work.settings.calibrator == "output" and leave_costly_attention(work, searched=True):
+            # The small values of a softmax favor ranges that clip values which other operands need.
+            search = _Search(work, smoothing, estimates)
+            chosen = search.best_of([chosen, *(Setting(chosen.share, estimate) for estimate in range(len(estimates)))])
         if chosen != plain and search.is_worse(chosen, than=plain):
             texts = _text(chosen, estimates), _text(plain, estimates)
             logger.info("%s is worse on other batches than %s, which is used", *texts)
@@ -156,18 +159,15 @@ def choose(
     search.take(chosen)
     if smoothing is not None and chosen.share is None:
         smoothing.leave("the error of the model's output is smallest without")
-    return chosen
 
 
-def _best_setting(
-    search: _Search, shares: Sequence[float | None], estimates: Sequence[Estimate], start: Setting | None
-) -> Setting:
+def _best_setting(search: _Search, shares: Sequence[float | None], estimates: Sequence[Estimate]) -> Setting:
     """Return the best setting of a search that changes alpha or calibrator one step at a time.
 
-    Without ``start`` it begins with the first calibrator and some alphas.
+    It begins with the first calibrator and some alphas.
     """
     first_shares = shares[:: max(1, len(shares) // 2)] if len(estimates) > 1 else shares
-    todo = [Setting(share, 0) for share in first_shares] if start is None else [start]
+    todo = [Setting(share, 0) for share in first_shares]
     with loop("choosing ranges by the output", unit="setting") as progress:
         while todo:
             total = progress.done + len(todo)

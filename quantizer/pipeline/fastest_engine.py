@@ -40,7 +40,7 @@ from quantizer.utils.sizes import DataSizes
 FAILURES = (QuantizerError, RuntimeError)
 """Errors that disqualify one candidate only; libraries raise the second."""
 
-HOPELESS = 1.2
+HOPELESS = 1.1
 """Slowdown from which a quantized engine is dropped: fallback, dynamic ranges or better ranges gain a few percent
 only.
 """
