@@ -302,10 +302,13 @@ def _trial_build(
 
 
 def _prepare(backend: str) -> None:
-    """Import the library of a backend."""
+    """Import what a build of a backend needs."""
     library = profile(backend).library
     if library is not None:
         import_library(backend, library)
+    if library == "torch":
+        # torch imports it at the first symbolic shape, in seconds.
+        import_module("torch._dynamo")
 
 
 _TASKS: Mapping[str, Callable[..., Any]] = {"memory": _measured_memory, "trial": _trial_build, "prepare": _prepare}
