@@ -106,6 +106,12 @@ class EngineConfig(Section):
         "file next to it.",
     )
     threads: int = Field(default=1, ge=1, description="Number of CPU threads of the engine.")
+    time_budget: float | None = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds after which backend 'auto' tries no further backend, if it has a correct engine. null: no "
+        "limit.",
+    )
 
 
 class ReportConfig(Section):

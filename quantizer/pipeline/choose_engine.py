@@ -250,13 +250,19 @@ class _CandidateBuilder:
         rejected: list[Candidate] = []
         fallback = self._config.fallback
         budget = fallback is not None and fallback.max_drop is not None
-        names = [variant.name for variant in variants]
+        names, begun, began = [variant.name for variant in variants], set[str](), time.perf_counter()
         with counted(variants, "candidates", unit="engine", note=named) as steps:
             for variant in steps:
                 candidate, start = Candidate(backend=variant.backend, format=variant.format), time.perf_counter()
                 if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in correct:
                     rejected.append(not_built(candidate, NO_FASTER))
                     continue
+                if variant.backend not in begun and self._is_over(start - began, correct):
+                    budget_words = f"the time budget of {self._config.engine.time_budget:g} s was over"
+                    rejected.append(not_built(candidate, budget_words))
+                    self._context.timer.tell(candidate_line(rejected[-1], names, 0.0))
+                    continue
+                begun.add(variant.backend)
                 try:
                     if (why := self._too_slow(variant, correct)) is None:
                         correct[variant.name] = self._tried(variant, candidate)
@@ -279,6 +285,12 @@ class _CandidateBuilder:
             for entry in choice.candidates
         ]
         return replace(choice, candidates=tuple(candidates))
+
+    def _is_over(self, seconds: float, correct: Mapping[str, _Checked]) -> bool:
+        """Return whether no other backend begins: if the time is over, and an engine of the right format exists."""
+        budget, quantize = self._config.engine.time_budget, self._config.quantize
+        exists = any((entry.variant.dtype is not None) == quantize for entry in correct.values())
+        return exists and budget is not None and seconds > budget
 
     def _difference(self, entry: _Checked) -> float | None:
         # The samples of a function are unknown, so its score cannot be cached.

@@ -358,7 +358,9 @@ def test_attention_that_costs_most_stays_float(
         assert entry.reason.startswith("quantizing the attention lowers the SQNR of the model's output by ") == left
     assert all(entry.quantized for entry in q.plan.values() if entry.kind == "linear")
     # Without these products other ranges may be better: calibrators are compared again.
-    assert [sorted({setting.estimate for setting in settings}) for settings in again] == ([[0, 1, 2, 3]] if left else [])
+    assert [sorted({setting.estimate for setting in settings}) for settings in again] == (
+        [[0, 1, 2, 3]] if left else []
+    )
 
 
 @pytest.mark.parametrize(("tokens", "left"), [(400, True), (100, False)], ids=["15 dB", "4 dB"])

@@ -179,8 +179,29 @@ def test_a_stopped_choice_goes_on(
     assert not (at / "done.engines").exists()
 
 
-def test_slow_candidates_are_timed_in_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"a float32": 2.0, "b float32": 3.0, "a int8": 1.0, "b int8": 1.25, "c int8": 1.4}
+def test_after_the_time_budget_no_other_backend_begins(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Too little time: what exists is delivered, with its INT8 engine, and the rest is said."""
+    _taking(TIMES, monkeypatch)
+    assert main(["run", "tiny.yaml", "engine.time_budget=0"]) == 0
+    record = read_record(at / "done/report.json")
+    assert record.choice is not None
+    verdicts = {one.name: one.verdict for one in record.choice.candidates}
+    assert verdicts[f"{OPENVINO} int8"] == "chosen"
+    late = "not built: the time budget of 0 s was over"
+    assert {name for name, verdict in verdicts.items() if verdict == late} == {
+        f"{ONNXRUNTIME} float32",
+        f"{ONNXRUNTIME} int8",
+    }
+    assert late in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("second", "again"), [(1.25, [{"a int8", "b int8"}]), (1.35, [])])
+def test_slow_candidates_are_timed_in_few_rounds(
+    second: float, again: list[set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"a float32": 2.0, "b float32": 3.0, "a int8": 1.0, "b int8": second, "c int8": 1.4}
     asked: list[tuple[int, set[str]]] = []
 
     def taken(calls: Mapping[str, Any], *, rounds: int, **_: float) -> dict[str, list[float]]:
@@ -196,7 +217,7 @@ def test_slow_candidates_are_timed_in_few_rounds(monkeypatch: pytest.MonkeyPatch
     graphs: Any = SimpleNamespace(timed=lambda _: torch.nn.Identity())
     shapes = pick._time(correct, [], [{"x": torch.zeros(4, 3)}], 1, graphs)
     assert shapes == ["batch 4"]
-    assert asked == [(4, {*times}), (15, {"a float32", "a int8", "b int8"})]
+    assert asked == [(4, {*times}), *((15, names) for names in again)]
     assert {name: entry.candidate.milliseconds for name, entry in correct.items()} == {
         name: (time,) for name, time in times.items()
     }
