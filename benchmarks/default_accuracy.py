@@ -31,7 +31,7 @@ from sklearn.linear_model import LogisticRegression
 from quantizer import Quantizer
 from quantizer.tasks import Batch, build_task, load_model, load_tokenizer
 from quantizer.tasks.metrics import spearman
-from quantizer.tasks.outputs import embeddings_from_hidden_state
+from quantizer.tasks.outputs import MEAN
 
 _CALIBRATION = 128
 
@@ -123,7 +123,7 @@ class Bench:
             for batch in self._batches([texts[place] for place in order], 32):
                 output = run(batch)
                 hidden = torch.as_tensor(output["last_hidden_state"])  # type: ignore[index]
-                found.append(embeddings_from_hidden_state(hidden, batch["attention_mask"]))
+                found.append(MEAN.embeddings(hidden, batch["attention_mask"]))
         return torch.cat(found)[torch.tensor(order).argsort()]
 
     def row(self, name: str, make: Callable[[list[Batch]], tuple[Callable[[Batch], object], str]]) -> None:
