@@ -10,11 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quantizer.algorithms.sensitivity import GroupSensitivity
+from quantizer.algorithms.sensitivity.latency_costs import GroupLatency, LatencyCosts
 from quantizer.config import AmpConfig, RunConfig, load_run
 from quantizer.errors import QuantizerError
 from quantizer.pipeline.benchmark import measure_memory
 from quantizer.pipeline.context import RunContext, RunExamples
 from quantizer.pipeline.job import QUANTIZER
+from quantizer.pipeline.latency_fallback import latency_fallback_record
 from quantizer.pipeline.load_workload import configured_workload
 from quantizer.pipeline.make_record import write_reports
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
@@ -26,7 +29,7 @@ from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord, read_record
 from quantizer.report.compare import run_folders
 from quantizer.report.page import require_html
-from quantizer.report.record import is_from_python
+from quantizer.report.record import LatencyFallback, is_from_python
 from quantizer.tasks import Batch, rows_at
 from quantizer.utils.batches import in_several
 from quantizer.utils.files import require_sole_writer, require_writable
@@ -169,7 +172,19 @@ def _with_sensitivity(
     proxy = quantizer.amp(context.model, measure=amp.measure, granularity=amp.granularity)
     measure_sensitivity(context, quantizer, proxy, batches[: amp.batches])
     ranking = quantizer.sensitivity
-    return replace(record, sensitivity=ranking.rows, measure=ranking.measure)
+    latency_fallback = record.latency_fallback and _with_frontier(record.latency_fallback, ranking.rows)
+    return replace(record, sensitivity=ranking.rows, measure=ranking.measure, latency_fallback=latency_fallback)
+
+
+def _with_frontier(times: LatencyFallback, ranking: Sequence[GroupSensitivity]) -> LatencyFallback:
+    """Return the latency costs of a run with the plans that a ranking suggests."""
+    groups = {
+        entry.group: GroupLatency(group=entry.group, low_us=entry.low_us, float_us=entry.float_us)
+        for entry in times.groups
+    }
+    low_us, float_us = 1000 * times.low_ms, 1000 * times.float_ms
+    costs = LatencyCosts(groups=groups, low_us=low_us, float_us=float_us, where=times.conditions)
+    return replace(times, frontier=latency_fallback_record(costs, ranking, None).frontier)
 
 
 def _without_loss(record: RunRecord, measured: Callable[[], RunRecord]) -> RunRecord:
