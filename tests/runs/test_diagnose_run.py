@@ -350,16 +350,13 @@ def test_a_conversion_is_diagnosed_with_an_option(place: Path, tmp_path: Path, m
 def test_an_onnx_file_is_diagnosed_with_an_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, diagnose: bool
 ) -> None:
-    class Stop(Exception):
-        pass
-
     def stopped(*_: Any, **settings: Any) -> Any:
         assert settings["diagnose"] is diagnose
-        raise Stop
+        raise QuantizerError("far enough")
 
     monkeypatch.setattr(convert_options, "from_onnx", lambda *_, **__: None)
     monkeypatch.setattr(convert_options, "array_batches", lambda *_: [])
     monkeypatch.setattr(convert_options, "quantize_model", stopped)
     given = {"model": "net.onnx", "output": tmp_path / "out", "quantization": True, "calibration": "data.npz"}
-    with pytest.raises(Stop):
+    with pytest.raises(QuantizerError, match="far enough"):
         convert_onnx(given | ({"diagnose": True} if diagnose else {}), False, None)  # type: ignore[arg-type]
