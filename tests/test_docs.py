@@ -370,7 +370,7 @@ def test_commands_name_configurations_that_exist(monkeypatch: pytest.MonkeyPatch
     own_files = {"my-run.yaml", "my-net.yaml", "runs/my-net", "film-reviews.yaml"}
     shipped = [words for words in _commands() if not own_files & set(words)]
     assert {words[0] for words in shipped} == {
-        *("convert", "validate", "run", "show", "compare", "inspect", "--version"),
+        *("convert", "validate", "run", "show", "diagnose", "compare", "inspect", "--version"),
     }
     for words in shipped:
         if words[0] == "--version":
@@ -378,7 +378,7 @@ def test_commands_name_configurations_that_exist(monkeypatch: pytest.MonkeyPatch
         if words[0] == "convert":
             assert _parse(words)[0].name == "convert"
             continue
-        if words[0] == "show":
+        if words[0] in ("show", "diagnose"):
             name = next(part for part in Path(words[1]).parts if part != "runs")
             assert (REPOSITORY / "configs" / f"{name}.yaml").is_file()
             continue

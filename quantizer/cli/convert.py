@@ -120,6 +120,12 @@ command succeeds."""
             help="minimum SQNR relative to PyTorch in dB (default: 30 quantized, 60 float)",
         )
         parser.add_argument(
+            "--diagnose",
+            action="store_true",
+            default=None,
+            help="find the groups that cost most accuracy, with fixes, and measure sensitivity and memory",
+        )
+        parser.add_argument(
             "-o", "--output", type=Path, help="output folder (default: converted/ and the name of the model)"
         )
         parser.add_argument("--force", action="store_true", help="replace the output folder of an earlier conversion")

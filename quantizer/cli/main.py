@@ -21,6 +21,7 @@ from rich.console import Console
 from quantizer.cli.check import Check
 from quantizer.cli.compare import Compare
 from quantizer.cli.convert import Convert
+from quantizer.cli.diagnose import Diagnose
 from quantizer.cli.inspect import Inspect
 from quantizer.cli.output import Verb, parser_of, print_error, standard_output, warnings_without_place
 from quantizer.cli.run import Run
@@ -125,7 +126,7 @@ def end_as_on_ctrl_c() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-_WORKING: tuple[Verb, ...] = (Convert(), Run(), Compare(), Validate(), Inspect(), Show(), Check())
+_WORKING: tuple[Verb, ...] = (Convert(), Run(), Diagnose(), Compare(), Validate(), Inspect(), Show(), Check())
 VERBS: tuple[Verb, ...] = (*_WORKING, Completion(_WORKING))
 
 

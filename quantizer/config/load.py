@@ -110,9 +110,7 @@ def finished_run(draft: Draft, path: str | PathLike[str]) -> RunConfig:
     """Return the configuration of a draft, with defaults that depend on the path; see ``load_run``."""
     _refuse_given_in_python(draft)
     draft.value.setdefault("output", f"runs/{Path(path).stem}")
-    fallback = draft.value.get("fallback")
-    if isinstance(fallback, dict) and fallback.get("names") is None and draft.value.get("amp") is None:
-        # All choices except names rank the groups by their sensitivity, which amp measures.
+    if draft.value.get("amp") is None and _needs_sensitivity(draft.value):
         draft.set(("amp",), {}, "default")
     if _is_of_functions(draft.value.get("model")):
         draft.value.setdefault("data", {})
@@ -137,6 +135,15 @@ def _refuse_given_in_python(draft: Draft) -> None:
             "the model and its batches, and leave out task and data",
         )
         raise ConfigError([draft.problems[-1][1]])
+
+
+def _needs_sensitivity(run: Mapping[str, Any]) -> bool:
+    """Return whether the fallback or the diagnosis of a run, valid or not, ranks the groups by sensitivity."""
+    fallback, report = run.get("fallback"), run.get("report")
+    if isinstance(fallback, dict) and fallback.get("names") is None:
+        return True
+    diagnoses = isinstance(report, dict) and report.get("diagnose") is True
+    return diagnoses and run.get("quantize") is not False and run.get("qat") is None
 
 
 def _is_of_functions(model: Any) -> bool:

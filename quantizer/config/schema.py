@@ -146,6 +146,12 @@ class ReportConfig(Section):
         "half-precision engines, 60 for float32 engines.",
     )
     bootstrap: int = Field(default=1000, ge=1, description="Number of bootstrap resamples per confidence interval.")
+    diagnose: bool = Field(
+        default=False,
+        description="Find the groups that cost most accuracy, their causes and fixes, and measure sensitivity and "
+        "memory. Sensitivity is measured with the defaults of amp if the section is missing. With qat, only memory is "
+        "measured. `quantizer diagnose FOLDER` adds the same to a finished run.",
+    )
     track: Literal["mlflow", "tensorboard", "wandb"] | None = Field(
         default=None,
         description="Experiment tracker that also receives the results. It writes files next to the run folder, or "
@@ -238,7 +244,9 @@ class RunConfig(Section):
     data: DataConfig = Field(description="Samples of each stage; empty if model.source is a function.")
     quantizer: QuantizerConfig = Field(default=QuantizerConfig(), description="What is quantized, and how.")
     amp: AmpConfig | None = Field(
-        default=None, description="Measurement of the sensitivity of each group. null: not measured."
+        default=None,
+        description="Measurement of the sensitivity of each group. null: not measured, unless fallback or "
+        "report.diagnose needs it.",
     )
     fallback: FallbackConfig | None = Field(
         default=None,

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ def deployed(record: RunRecord) -> str:
     return "float" if deploy.startswith(f"{FLOAT_STEM}.engine") else "engine"
 
 
-def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, BuildResult]) -> tuple[MemoryEntry, ...]:
+def measure_memory(context: RunContext, config: RunConfig, engines: Mapping[str, Path]) -> tuple[MemoryEntry, ...]:
     """Return the peak memory of each engine above an empty process in MiB.
 
     It warns and returns nothing if the measurement fails, because the results are complete without it.
@@ -190,7 +191,7 @@ def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, B
     sizes = run_sizes(config, context)
 
     def peak_mib(name: str) -> float:
-        path, threads, backend = built[name].path, config.engine.threads, config.quantizer.backend
+        path, threads, backend = engines[name], config.engine.threads, config.quantizer.backend
 
         def measured() -> float:
             peak = peak_memory_mib(path, backend, threads=threads, sizes=sizes)
@@ -201,7 +202,7 @@ def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, B
 
     with context.timer("measure memory"):
         try:
-            peaks = {name: peak_mib(name) for name in built}
+            peaks = {name: peak_mib(name) for name in engines}
         except EngineError as error:
             warnings.warn(f"memory was not measured; all other results are complete: {error}", stacklevel=2)
             return ()

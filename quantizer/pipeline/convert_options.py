@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from importlib.util import find_spec
 from os import fspath
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from quantizer.config import RunConfig, quantizer_config
+from quantizer.config import AmpConfig, RunConfig, quantizer_config
 from quantizer.config.describe import nearest
 from quantizer.config.load import Draft, finished_run, run_draft
 from quantizer.config.yaml_file import read_yaml
@@ -23,6 +24,8 @@ from quantizer.pipeline.preflight_checks import Faults
 from quantizer.pipeline.quantize_model import SENSITIVITY_BATCHES, quantize_model
 from quantizer.pipeline.run import RUN
 from quantizer.plan.targets import AUTO, profile, profiles
+from quantizer.report import print_record
+from quantizer.report.tables import plain_text
 from quantizer.tasks import datasets, folder_holds, load_examples, read_checkpoint, tasks, text_files
 from quantizer.tasks.from_onnx import OnnxModule, from_onnx
 from quantizer.tasks.models import Checkpoint
@@ -36,7 +39,7 @@ _BATCH_ROWS = 8
 """Samples per batch from a file, which is also the batch size of benchmarks."""
 
 _ONNX_OPTIONS = frozenset(
-    {"model", "output", "quantization", "calibration", "samples", "fixed", "backend", "dtype", "threads"}
+    {"model", "output", "quantization", "calibration", "samples", "fixed", "backend", "dtype", "threads", "diagnose"}
 )
 _EXPECTED = (
     f"a file of arrays ({' or '.join(ARRAY_FILES)}), with one array per input, by name, or a folder of such files"
@@ -58,11 +61,13 @@ def convert_onnx(options: Mapping[str, Any], force: bool, console: Console) -> P
         [_by_argument(model, batch) for batch in batches],
         threads=options.get("threads", 1),
         progress=True,
+        diagnose=options.get("diagnose", False),
         backend=backend,
         **({"dtype": options["dtype"]} if "dtype" in options else {}),
     )
     result.save(folder, replace=force)
-    console.print(result.summary(), highlight=False, markup=False)
+    summary = plain_text(partial(print_record, result.record, result.saved, form="options"), 100)
+    console.print(summary, highlight=False, markup=False)
     console.print(f"written to {folder}", highlight=False, markup=False)
     return folder
 
@@ -124,9 +129,6 @@ CALIBRATION_SAMPLES = 128
 _LARGEST_OUTPUT = 1 << 27
 """Maximum number of output values for default sizes: 0.5 GiB in float32; a check holds several outputs."""
 
-_AMP_BATCHES = 4
-"""Default number of batches for the measurement of sensitivity."""
-
 _KEYS = {
     "inputs": "model.inputs",
     "weights": "model.weights",
@@ -142,6 +144,7 @@ _KEYS = {
     "seq_len": "export.dynamic.sequence",
     "threads": "engine.threads",
     "tolerance": "report.tolerance",
+    "diagnose": "report.diagnose",
 }
 """The configuration key of each option that sets one."""
 
@@ -197,8 +200,8 @@ def conversion_configs(given: Mapping[str, Any], *, function: bool = False) -> l
     _default(base, "quantize", False)
     if not function:
         _checkpoint(base, given)
-    if "max_drop" in given or (function and given.get("quantization")):
-        _default(base, "amp.batches", SENSITIVITY_BATCHES if function else _AMP_BATCHES)
+    if "max_drop" in given or "diagnose" in given:
+        _default(base, "amp.batches", SENSITIVITY_BATCHES if function else AmpConfig().batches)
     configs: list[RunConfig] = []
     for backend in (None,) if not names else (names,) if AUTO in names else [(name,) for name in names]:
         draft = deepcopy(base)
@@ -399,6 +402,8 @@ def _default(draft: Draft, key: str, value: Any) -> None:
 
 def _problems(given: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
     """Yield the problems of options that all kinds of models share."""
+    if "diagnose" in given and not given.get("quantization"):
+        yield "--diagnose is only used with --quantization; add --quantization, or remove it"
     for name in dict.fromkeys(names):
         if name not in (*backends.names(), AUTO):
             yield f"--backend {name}: unknown; expected {AUTO}, or one or more of {', '.join(backends.names())}"

@@ -95,10 +95,9 @@ def needs(config: RunConfig) -> str:
 class LoadedWork:
     """Loader of the workloads of consecutive runs; it keeps the last model and its samples in memory."""
 
-    def __init__(self, floats: Store, times: Store, *, diagnoses: bool = True) -> None:
+    def __init__(self, floats: Store, times: Store) -> None:
         self._floats = floats
         self._times = times
-        self._diagnoses = diagnoses
         self._needs: str | None = None
         self._work: Workload | None = None
 
@@ -124,11 +123,11 @@ class LoadedWork:
         context = replace(work.context, timer=timer, resume=kept, floats=floats)
         scorer = work.scorer.for_run(work.graphs.scored(context), config.report.bootstrap, target)
         workload = workload_of(config, context, work.graphs, work.examples, scorer)
-        return replace(workload, shared=work.shared, diagnoses=self._diagnoses)
+        return replace(workload, shared=work.shared)
 
 
 @contextmanager
 def shared_work(folder: Path) -> Iterator[LoadedWork]:
     """Yield the loader of a sweep's runs; remove their shared files at the end, or after a kill in the next sweep."""
     with temporary_beside(folder / "shared") as scratch:
-        yield LoadedWork(Store(scratch), Store(folder / "times"), diagnoses=False)
+        yield LoadedWork(Store(scratch), Store(folder / "times"))

@@ -14,7 +14,6 @@ from quantizer.pipeline.context import sizes_of
 from quantizer.pipeline.job import Job
 from quantizer.plan.histograms import noisiest
 from quantizer.report import RunRecord, collect_machine, collect_versions, write_html, write_record
-from quantizer.report.model_card import write_run_card
 from quantizer.utils.records import Site
 
 _HISTOGRAMS = 6
@@ -82,9 +81,8 @@ def site_records(coverage: Iterable[Site]) -> tuple[Site, ...]:
     return tuple(row for row in coverage if not row.quiet)
 
 
-def write_reports(record: RunRecord, formats: Sequence[str], folder: Path, snippet: str | None = None) -> None:
-    """Write the model card and the configured reports of a run, each atomically."""
-    write_run_card(record, folder, snippet)
+def write_reports(record: RunRecord, formats: Sequence[str], folder: Path) -> None:
+    """Write the configured reports of a run, each atomically."""
     if "html" in formats:
         write_html(record, folder / "report.html")
     # Written last, so that its presence means that the others are complete.

@@ -6,7 +6,7 @@ exported file is also the file of the float engine, so that nothing is exported 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from quantizer.proxy.restored_state import untouched
 from quantizer.tasks import Batch, read_checkpoint, tasks
 from quantizer.utils.batches import warn_user
 from quantizer.utils.distributed import get_world_size
+from quantizer.utils.paths import is_file
 from quantizer.utils.sizes import BATCH, DataSizes
 from quantizer.utils.structure import leaves
 
@@ -47,13 +48,23 @@ def settle_axes(context: RunContext, graphs: Graphs, opset: int, folder: Path) -
             export_float(context, graphs, QUANTIZED_STEM, opset, path)
         return {name: list(axes) for name, axes in input_dimensions(path).items()}
 
-    names = from_first_rank(named, dict[str, Any])
-    feed.keep_open({name: {axis: word for axis, word in enumerate(axes) if word} for name, axes in names.items()})
-    feed.samples_independent = samples_are_independent(context.model, feed.example(), feed.sizes)
+    _adopt(feed, context.model, from_first_rank(named, dict[str, Any]))
     notes = dict(_notes(feed.in_data, feed.sizes))
     # The summary repeats the notes without the advice.
     warn_user(f"{note}, {advice}" for note, advice in notes.items())
     return tuple(notes)
+
+
+def adopt_axes(context: RunContext, folder: Path) -> None:
+    """Adopt the dynamic axes of the exported model in the folder of a finished run, as ``settle_axes`` did in it."""
+    if isinstance(context.feed, ModuleFeed):
+        files = (folder / f"{stem}.onnx" for stem in (FLOAT_STEM, QUANTIZED_STEM))
+        _adopt(context.feed, context.model, input_dimensions(next(filter(is_file, files))))
+
+
+def _adopt(feed: ModuleFeed, model: nn.Module, dimensions: Mapping[str, Sequence[str | None]]) -> None:
+    feed.keep_open({name: {axis: word for axis, word in enumerate(axes) if word} for name, axes in dimensions.items()})
+    feed.samples_independent = samples_are_independent(model, feed.example(), feed.sizes)
 
 
 def samples_are_independent(model: nn.Module, batch: Batch, sizes: DataSizes) -> bool:

@@ -343,7 +343,7 @@ _WORK = ("model", "quantize", "data", "amp", "fallback", "qat")
 def earlier_run(config: RunConfig, folder: Path, *, chooses: bool) -> list[Stage]:
     """Return the stages of the last run of the same work, in or next to a folder; empty without one.
 
-    The same work means the same model, data, search and training, and the same backend or the same choice.
+    The same work means the same model, data, search, training and diagnosis, and the same backend or the same choice.
     """
     current = config.model_dump(mode="json")
 
@@ -352,6 +352,7 @@ def earlier_run(config: RunConfig, folder: Path, *, chooses: bool) -> list[Stage
         backend = chooses or settings["backend"] == config.quantizer.backend
         choice = (report["choice"] is not None) is chooses and backend
         same_preset = settings["preset"] == config.quantizer.preset
-        return choice and same_preset and all(earlier[section] == current[section] for section in _WORK)
+        same_report = earlier["report"]["diagnose"] == config.report.diagnose
+        return choice and same_preset and same_report and all(earlier[name] == current[name] for name in _WORK)
 
     return earlier_stages(folder, "report.json", same)

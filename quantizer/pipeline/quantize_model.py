@@ -9,7 +9,7 @@ import copy
 import os
 import shutil
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,28 @@ from quantizer.config import (
     FallbackConfig,
     ModelConfig,
     QuantizerConfig,
+    ReportConfig,
     RunConfig,
     quantizer_config,
 )
 from quantizer.config.data_section import MODULE
 from quantizer.config.load import fallback_config
 from quantizer.config.schema import least_opset
+from quantizer.diagnose import Diagnoses
 from quantizer.engines import load_engine
 from quantizer.errors import ConfigError, EngineError, QuantizerError
+from quantizer.pipeline.choose_engine import with_backend
 from quantizer.pipeline.compare_outputs import refusal
+from quantizer.pipeline.context import RunContext
+from quantizer.pipeline.diagnose_run import DIAGNOSED_GROUPS, diagnosed, wants_diagnosis
 from quantizer.pipeline.engine_module import CallForm, EngineModule
 from quantizer.pipeline.function_source import called
+from quantizer.pipeline.job import QUANTIZER
+from quantizer.pipeline.make_record import write_reports
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
-from quantizer.pipeline.module_feed import fitted
-from quantizer.pipeline.progress import console_of
+from quantizer.pipeline.module_feed import ModuleFeed, fitted
+from quantizer.pipeline.progress import StageTimer, console_of
+from quantizer.pipeline.resume import resume_files
 from quantizer.pipeline.run import RUN, carry_out
 from quantizer.pipeline.scores import FunctionScorer, ScoreFunction
 from quantizer.pipeline.workload import module_batches, module_workload, output_of
@@ -54,6 +62,7 @@ from quantizer.utils.batches import warn_user
 from quantizer.utils.distributed import alone
 from quantizer.utils.files import scratch_folder, write_folder
 from quantizer.utils.lazy import once_property
+from quantizer.utils.paths import is_file
 from quantizer.utils.sizes import BATCH, SEQUENCE, DataSizes
 from quantizer.utils.torch_modes import ordinary_tensors
 
@@ -71,7 +80,15 @@ class QuantizedModel:
         saved: the folder that ``save`` wrote last; None before.
     """
 
-    def __init__(self, model: nn.Module, call: CallForm, record: RunRecord, folder: Path) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        call: CallForm,
+        record: RunRecord,
+        folder: Path,
+        config: RunConfig,
+        batches: Sequence[Batch],
+    ) -> None:
         """Wrap the result of a run.
 
         Args:
@@ -79,12 +96,18 @@ class QuantizedModel:
             call: its arguments and the structure of its output.
             record: all measurements.
             folder: the folder of the run in a temporary folder of its own, which is removed with this object.
+            config: the configuration of the run.
+            batches: the calibration batches, which ``diagnose`` needs; they are not copied.
         """
         self.model = model
         self.record = record
         self.folder = folder
         self.saved: Path | None = None
         self._call = call
+        self._config = config
+        self._batches = batches
+        is_diagnosed = wants_diagnosis(config) and record.diagnosis_error is None
+        self._diagnosed_groups = DIAGNOSED_GROUPS if is_diagnosed else 0
         weakref.finalize(self, shutil.rmtree, folder.parent, ignore_errors=True)
 
     @once_property
@@ -113,10 +136,39 @@ class QuantizedModel:
 
         ``quantizer.quantize(model)`` returns the quantized model in PyTorch.
         """
-        loaded = Quantizer.load(self.folder / "quantizer")
-        if self.record.measure is not None:
-            loaded.ranked = Sensitivity(self.record.sensitivity, loaded.chosen_fallback, self.record.measure)
+        loaded = Quantizer.load(self.folder / QUANTIZER)
+        self._rank(loaded)
         return loaded
+
+    def diagnose(self, num: int = DIAGNOSED_GROUPS) -> Diagnoses:
+        """Return the groups that reduce the SQNR of the output most, with the cause and the best fix of each.
+
+        Example::
+
+            print(result.diagnose())
+
+        Sensitivity and peak memory are measured as well. All three are added to ``record`` and to the reports, also in
+        the folder that ``save`` wrote. The calibration is reused; a few batches measure the groups and their fixes. A
+        second call measures nothing again. If the diagnosis fails, it warns, and ``record.diagnosis_error`` has the
+        reason.
+
+        Args:
+            num: the number of groups.
+        """
+        if num < 1:
+            raise QuantizerError(f"diagnose(num={num}): expected the number of groups, 1 or more")
+        if num > self._diagnosed_groups:
+            copies = [self.saved] if self.saved is not None and self._is_in(self.saved) else []
+            with ordinary_tensors(), alone(), resume_files(self.folder, searches=False, trains=False) as kept:
+                timer, feed = StageTimer(console_of(None)), ModuleFeed(self._batches)
+                context = RunContext(timer=timer, resume=kept, model=self.model, processor=None, feed=feed)
+                config = self._config.model_copy(update={"amp": AmpConfig(batches=SENSITIVITY_BATCHES)})
+                self.record = diagnosed(self.record, config, self.folder, context, self._batches, num)
+            for folder in copies:
+                write_reports(self.record, self._config.report.formats, folder)
+            self._rank(self.quantizer)
+            self._diagnosed_groups = num if self.record.diagnosis_error is None else 0
+        return Diagnoses(self.record.diagnoses[:num])
 
     def summary(self, width: int = 100) -> str:
         """Return the result as text: choice of the engine, score, outputs, speed, size and verdict.
@@ -156,6 +208,16 @@ class QuantizedModel:
         place = "not saved" if self.saved is None else f"saved in {self.saved}"
         return f"QuantizedModel({type(self.model).__name__}, {backend}, {place})"
 
+    def _rank(self, quantizer: Quantizer) -> None:
+        """Give a quantizer the sensitivities of the run."""
+        if self.record.measure is not None:
+            quantizer.ranked = Sensitivity(self.record.sensitivity, quantizer.chosen_fallback, self.record.measure)
+
+    def _is_in(self, saved: Path) -> bool:
+        """Return whether a folder contains this result."""
+        own, other = (folder / "report.json" for folder in (self.folder, saved))
+        return is_file(other) and own.read_bytes() == other.read_bytes()
+
     def _engine(self, stem: str) -> EngineModule:
         assert self.record.engine is not None
         threads = int(self.record.config["engine"]["threads"])
@@ -180,6 +242,7 @@ def quantize_model(
     threads: int = 1,
     progress: bool | None = None,
     fallback: Mapping[str, Any] | None = None,
+    diagnose: bool = False,
     **settings: Any,
 ) -> QuantizedModel:
     """Quantize a module for the fastest correct engine on this machine, and measure the result.
@@ -212,6 +275,8 @@ def quantize_model(
         fallback: the groups to keep in float, as the ``fallback`` section of a run: ``{"max_drop": 0.01}`` in units of
             the score, or ``{"names": ["head"]}``. Unlike ``exclude``, it keeps groups in float that were calibrated, so
             ``result.quantizer.clear_fallback()`` quantizes them again.
+        diagnose: also find the groups that cost most accuracy, with fixes, and measure sensitivity and memory. Default:
+            only when ``result.diagnose()`` is called.
         settings: fields of the configuration, such as ``backend="openvino"`` or ``exclude={"names": ["head"]}``, which
             leaves modules out before calibration.
 
@@ -233,7 +298,7 @@ def quantize_model(
         batches = module_batches(model, data, samples)
         float_model = _ready(model)
         call = _call_form(float_model, batches[0])
-        run_config = _run_config(model, batches, quantizer_settings, threads, fallback_section)
+        run_config = _run_config(model, batches, quantizer_settings, threads, fallback_section, diagnose=diagnose)
         parent = scratch_folder()
         try:
             # The name of a class may be too long for a file name.
@@ -245,7 +310,8 @@ def quantize_model(
             assert record is not None
             if record.engine_refused is not None:
                 raise EngineError(refusal(record.engine_refused))
-            return QuantizedModel(float_model, call, record, folder)
+            run_config = with_backend(run_config, str(record.config["quantizer"]["backend"]))
+            return QuantizedModel(float_model, call, record, folder, run_config, batches)
         except BaseException:
             shutil.rmtree(parent)
             raise
@@ -309,7 +375,13 @@ def _fallback(values: Mapping[str, Any] | None, *, scored: bool) -> FallbackConf
 
 
 def _run_config(
-    model: nn.Module, batches: list[Batch], settings: QuantizerConfig, threads: int, fallback: FallbackConfig | None
+    model: nn.Module,
+    batches: list[Batch],
+    settings: QuantizerConfig,
+    threads: int,
+    fallback: FallbackConfig | None,
+    *,
+    diagnose: bool,
 ) -> RunConfig:
     """Return the configuration of a run on Python objects, with sizes from the batches."""
     sizes = DataSizes.of(batches)
@@ -317,13 +389,15 @@ def _run_config(
     examples = DatasetConfig.model_construct(name=GIVEN_IN_PYTHON, samples=sum(sizes.seen[BATCH]))
     source = f"{type(model).__module__}:{type(model).__qualname__}"
     longest = max(sizes.seen.get(SEQUENCE, (1,)))
+    ranks = diagnose or (fallback is not None and fallback.names is None)
     config = RunConfig(
         model=ModelConfig.model_construct(source=source, task=MODULE),
         data=DataConfig.model_construct(calibration=examples, evaluation=examples),
         quantizer=settings,
-        amp=AmpConfig(batches=SENSITIVITY_BATCHES),
+        amp=AmpConfig(batches=SENSITIVITY_BATCHES) if ranks else None,
         export=ExportConfig(opset=max(ExportConfig().opset, least_opset(settings))),
         engine=EngineConfig(threads=threads),
+        report=ReportConfig(diagnose=diagnose),
     )
     updates = {
         # In a run file, max_drop needs data.tuning; here, the score function has its own samples.

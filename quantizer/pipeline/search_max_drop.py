@@ -1,4 +1,4 @@
-"""The search of ``fallback.max_drop``, the check of the built engine against this budget, and the diagnosis.
+"""The measurement of sensitivity, the search of ``fallback.max_drop``, and the check of the engine against this budget.
 
 The search scores candidates on tuning samples. A third of them is held back, to check the engine on unseen samples.
 
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -20,53 +18,15 @@ from torch import nn
 from quantizer.algorithms.fallback import Fallback, fallback_reason
 from quantizer.algorithms.sensitivity import Evaluation, fingerprint
 from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
-from quantizer.config import RunConfig
 from quantizer.pipeline.context import RunContext, Runnable, as_predictor, bar
 from quantizer.pipeline.scores import FunctionScorer, Metric
 from quantizer.quantizer import Quantizer
-from quantizer.report import RunRecord, text
-from quantizer.tasks import Batch, Example, rows_at
+from quantizer.report import text
+from quantizer.tasks import Batch, Example
 from quantizer.utils.distributed import is_mine
 from quantizer.utils.fingerprint import Fingerprint
 from quantizer.utils.progress import counted
 from quantizer.utils.records import EngineCheck
-
-_BATCHES, _ROWS = 2, 8
-"""Number of batches, and of samples per batch, for the diagnosis, which calibrates each tried setting on them."""
-
-
-DIAGNOSE = "diagnose"
-"""The name of the stage of the diagnosis."""
-
-
-def wants_diagnosis(config: RunConfig) -> bool:
-    """Return whether a run is diagnosed: if sensitivity is measured, and nothing was trained."""
-    return config.amp is not None and config.qat is None
-
-
-def with_diagnosis(
-    record: RunRecord, context: RunContext, config: RunConfig, quantizer: Quantizer, batches: Sequence[Batch]
-) -> RunRecord:
-    """Return a record with the most sensitive groups and their fixes, or with the reason why the diagnosis failed.
-
-    The record is unchanged if the run is not diagnosed.
-    """
-    if not wants_diagnosis(config) or not batches:
-        return record
-    with context.timer(DIAGNOSE):
-        try:
-            batches = batches[:_BATCHES]
-            if context.feed.samples_independent:
-                batches = [_beginning(batch) for batch in batches]
-            return replace(record, diagnoses=quantizer.diagnose(context.model, batches).rows)
-        except Exception as error:  # noqa: BLE001 - the result is complete without them: no diagnosis may cost it
-            problem = f"{type(error).__name__}: {error}"
-    warnings.warn(f"the diagnosis failed; the result is complete without it: {problem}", stacklevel=2)
-    return replace(record, diagnosis_error=problem)
-
-
-def _beginning(batch: Batch) -> Batch:
-    return rows_at(batch, range(min(_ROWS, len(next(iter(batch.values()))))))
 
 
 def measure_sensitivity(context: RunContext, quantizer: Quantizer, proxy: nn.Module, batches: Sequence[Batch]) -> None:

@@ -35,6 +35,7 @@ from quantizer.pipeline.compare_outputs import (
 )
 from quantizer.pipeline.context import Runnable
 from quantizer.pipeline.deliver import deliver
+from quantizer.pipeline.diagnose_run import DIAGNOSE, wants_diagnosis, with_diagnosis
 from quantizer.pipeline.fastest_engine import for_all_variants, quantizer_of
 from quantizer.pipeline.job import QUANTIZER, Job, Outline
 from quantizer.pipeline.latency_fallback import RunLatencyFallback
@@ -47,16 +48,14 @@ from quantizer.pipeline.run_engines import RunEngines, nearest_form
 from quantizer.pipeline.search_max_drop import (
     CHECK_BY_FUNCTION,
     CHECK_ON_ROWS,
-    DIAGNOSE,
     measure_sensitivity,
     more_groups,
     search_fallback,
-    wants_diagnosis,
-    with_diagnosis,
 )
 from quantizer.pipeline.train import train
 from quantizer.quantizer import Quantizer
 from quantizer.report import RunRecord
+from quantizer.report.model_card import write_run_card
 from quantizer.report.record import OutputDistance
 from quantizer.tasks import Batch
 from quantizer.utils.batches import in_several
@@ -399,7 +398,7 @@ def _scored(job: Job, take: Callable[[], Value], otherwise: Value) -> Value:
 
 
 def benchmark(job: Job) -> None:
-    """Benchmark the engines in interleaved rounds, and measure their memory; skip a rejected engine."""
+    """Benchmark the engines in interleaved rounds, and measure their memory if configured; skip a rejected engine."""
     loaded = {} if "engine" in job.refused else job.engines.load()
     if not loaded:
         return
@@ -411,8 +410,8 @@ def benchmark(job: Job) -> None:
     rival = None if job.alone or job.graphs.several or "float" not in loaded else job.fastest_float
     job.latencies = measure_latency(context, config, job.graphs, loaded, single, name, job.samples, rival)
     # A ratio needs both engines.
-    if config.quantize and not job.graphs.several:
-        job.memory = measure_memory(context, config, job.built)
+    if config.report.diagnose and config.quantize and not job.graphs.several:
+        job.memory = measure_memory(context, config, {name: built.path for name, built in job.built.items()})
 
 
 def report(job: Job) -> RunRecord:
@@ -421,11 +420,11 @@ def report(job: Job) -> RunRecord:
     for name in job.refused:
         for file in job.engines.files_of(name):
             file.unlink()
-    if job.config.quantize and job.work.diagnoses:
-        record = with_diagnosis(record, job.context, job.config, job.quantizer, job.batches)
+    if wants_diagnosis(job.config):
+        record = with_diagnosis(record, job.context, job.quantizer, job.batches)
     record = replace(record, stages=job.stages)
-    snippet = deliver(job, record)
-    write_reports(record, job.config.report.formats, job.target, snippet)
+    write_run_card(record, job.target, deliver(job, record))
+    write_reports(record, job.config.report.formats, job.target)
     job.work.write_call(job.target)
     return record
 
@@ -528,7 +527,7 @@ def _benchmarks(of: Outline) -> Iterator[str]:
         yield "measure latency"
     if of.here and of.writes:
         yield "measure the graphs"
-    if of.here and of.config.quantize and not of.writes:
+    if of.here and of.config.report.diagnose and of.config.quantize and not of.writes:
         yield "measure memory"
 
 

@@ -1,8 +1,7 @@
 """Sweeps: many runs in one folder, and their comparison.
 
 All runs are checked first. Then they run in this process, in several processes, or as Slurm jobs. A failed run does not
-stop the others. Runs of one model share the loaded model, float scores and calibrations. The diagnosis of a run, its
-longest stage, follows after its folder is complete, so that a kill only loses the diagnosis.
+stop the others. Runs of one model share the loaded model, float scores and calibrations.
 
 ``python -m quantizer.pipeline.sweep`` is one of these processes. It reads a JSON document from stdin, and writes one
 line of JSON per run to stdout. Output of libraries goes to stderr.
@@ -20,8 +19,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -33,23 +32,18 @@ from quantizer.config import RunConfig, dump_yaml
 from quantizer.config.sweep import SweepRun
 from quantizer.errors import ConfigError, MissingDependencyError, QuantizerError
 from quantizer.pipeline.compare_outputs import refusal
-from quantizer.pipeline.job import QUANTIZER
 from quantizer.pipeline.latency_fallback import missed_speed
 from quantizer.pipeline.load_workload import LoadedWork, needs, shared_work
-from quantizer.pipeline.make_record import write_reports
 from quantizer.pipeline.preflight import ready_to_run
 from quantizer.pipeline.preflight_checks import ReadCache, require_package
 from quantizer.pipeline.progress import StageTimer, rounded_time
-from quantizer.pipeline.resume import ResumeFiles, resume_files
+from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.run import RUN, carry_out
-from quantizer.pipeline.search_max_drop import DIAGNOSE, wants_diagnosis, with_diagnosis
 from quantizer.pipeline.workload import Workload
-from quantizer.quantizer import Quantizer
-from quantizer.report import RunRecord, read_record, text
+from quantizer.report import text
 from quantizer.report.compare import ComparedRun, Comparison, compare, failed_run, read_run
 from quantizer.report.compare_shown import write_comparison
 from quantizer.report.trackers import print_tracked
-from quantizer.report.verdict import loses_accuracy
 from quantizer.utils.child_process import child_environment, python_command, safe_children
 from quantizer.utils.files import restore_folder
 from quantizer.utils.files.temporary import read_marker
@@ -116,26 +110,6 @@ def logged_runs(runs: Sequence[SweepRun], folder: Path, force: bool) -> Iterator
                 yield carry_out_one(run, folder, force, shared, Console(file=log, width=120))
 
 
-def lacks_diagnosis(record: RunRecord, config: RunConfig) -> bool:
-    """Return whether a run of a sweep still needs a diagnosis: if accuracy is lost."""
-    is_diagnosed = record.diagnosis_error is not None or any(stage.name == DIAGNOSE for stage in record.stages)
-    return not is_diagnosed and wants_diagnosis(config) and loses_accuracy(record)
-
-
-def diagnosed(record: RunRecord, config: RunConfig, folder: Path, shared: LoadedWork, console: Console) -> RunRecord:
-    """Diagnose a finished run, rewrite its reports, and return its record."""
-    timer = StageTimer(console)
-    with resume_files(folder, searches=False, trains=False) as resume:
-        with nullcontext() if shared.has(config) else timer("load model and data"):
-            work = shared.load(config, timer, resume, folder)
-        quantizer = Quantizer.load(folder / QUANTIZER)
-        batches = work.graphs.calibration(work.context.feed.batches(work.examples.calibration))
-        record = with_diagnosis(record, work.context, config, quantizer, batches)
-    record = replace(record, stages=(*record.stages, *timer.done))
-    write_reports(record, config.report.formats, folder)
-    return record
-
-
 _CONFIG_FILE = "asked.yaml"
 """The file with the unresolved configuration of a run, by which a repeated sweep recognizes it."""
 
@@ -147,7 +121,7 @@ class Outcome:
     Attributes:
         name: the name of the run.
         error: the reason of a failure; None on success.
-        is_there: the folder is complete although the diagnosis failed.
+        is_there: the folder is complete although the experiment tracker failed.
     """
 
     name: str
@@ -171,20 +145,8 @@ def is_done(run: SweepRun, folder: Path) -> bool:
     raise QuantizerError(f"{place} {problem}; choose another folder with --output, or replace its runs with --force")
 
 
-def lacks_only_diagnosis(run: SweepRun, folder: Path) -> bool:
-    """Return whether a finished run still needs a diagnosis; False if its report cannot be read."""
-    try:
-        return lacks_diagnosis(read_record(folder / run.name / "report.json"), run.config)
-    except QuantizerError:
-        # The comparison reports this.
-        return False
-
-
 def carry_out_one(run: SweepRun, folder: Path, force: bool, shared: LoadedWork, console: Console) -> Outcome:
-    """Carry out one run of a sweep, and return its outcome, including any error.
-
-    A finished run is only diagnosed, if necessary.
-    """
+    """Carry out one run of a sweep, and return its outcome, including any error."""
     start, place, is_there = time.perf_counter(), folder / run.name, False
 
     def load(timer: StageTimer, kept: ResumeFiles, target: Path) -> Workload:
@@ -192,16 +154,9 @@ def carry_out_one(run: SweepRun, folder: Path, force: bool, shared: LoadedWork, 
         return shared.load(run.config, timer, kept, target)
 
     try:
-        if force or not is_done(run, folder):
-            finished = carry_out(run.config, place, force, console, load)
-            assert finished is not None  # A sweep runs in one process.
-            record = finished
-        else:
-            console.print(f"{run.name}: only the diagnosis is missing", markup=False, highlight=False, soft_wrap=True)
-            record = read_record(place / "report.json")
+        record = carry_out(run.config, place, force, console, load)
+        assert record is not None  # A sweep runs in one process.
         is_there = True
-        if lacks_diagnosis(record, run.config):
-            record = diagnosed(record, run.config, place, shared, console)
         print_tracked(run.config.report.track, record, place, console)
     except Exception as error:  # noqa: BLE001 - whatever one run fails of, the others go on
         plain = isinstance(error, QuantizerError)
@@ -469,14 +424,14 @@ def carry_out_sweep(
 ) -> Comparison:
     """Carry out the runs of a sweep, and return their comparison, which is also written to the folder.
 
-    Complete runs with the same configuration are kept, and diagnosed if necessary. Runs with the same model and data
-    are carried out together, so that these are loaded, scored and calibrated once.
+    Complete runs with the same configuration are kept. Runs with the same model and data are carried out together, so
+    that these are loaded, scored and calibrated once.
     """
     folder = folder.absolute()
     _check(runs, folder)
     if launcher is not None:
         require_launcher()
-    complete_runs = [] if force else _complete(runs, folder)
+    complete_runs = [] if force else [run for run in runs if is_done(run, folder)]
     names = {run.name for run in complete_runs}
     ready = ready_to_sweep([run for run in runs if run.name not in names])
     todo = _neighbours([run for run in runs if run.name not in names and run.name not in ready.faults])
@@ -516,16 +471,10 @@ def _check(runs: Sequence[SweepRun], folder: Path) -> None:
         )
 
 
-def _complete(runs: Sequence[SweepRun], folder: Path) -> list[SweepRun]:
-    """Return the runs that need no more work."""
-    return [run for run in runs if is_done(run, folder) and not lacks_only_diagnosis(run, folder)]
-
-
 def _progress(runs: Sequence[SweepRun], folder: Path) -> str:
     """Return the number of complete runs in words."""
-    done, complete = sum(is_done(run, folder) for run in runs), len(_complete(runs, folder))
-    undiagnosed = f", {done - complete} more except for the diagnosis" if done > complete else ""
-    return f"{complete} of {text.counted(len(runs), 'run')} complete{undiagnosed}, in {folder}"
+    done = sum(is_done(run, folder) for run in runs)
+    return f"{done} of {text.counted(len(runs), 'run')} complete, in {folder}"
 
 
 def _neighbours(runs: Sequence[SweepRun]) -> list[SweepRun]:
@@ -573,10 +522,10 @@ def _one_by_one(runs: Sequence[SweepRun], folder: Path, force: bool, console: Co
         for place, run in enumerate(runs):
             words = [f"run {place + 1} of {len(runs)}: {run.name}", pace.left(place)]
             console.print(", ".join(filter(None, words)), markup=False, highlight=False, soft_wrap=True)
-            start, resumes = time.perf_counter(), not force and is_done(run, folder)
+            start = time.perf_counter()
             outcomes.append(carry_out_one(run, folder, force, shared, console))
-            # Failed runs and diagnoses say nothing about the duration of the others.
-            if outcomes[-1].error is None and not resumes:
+            # Failed runs say nothing about the duration of the others.
+            if outcomes[-1].error is None:
                 pace.add(place, time.perf_counter() - start)
     return outcomes
 

@@ -83,7 +83,6 @@ class Workload:
         metric: returns the metric of a search, for the tuning samples that it may use.
         fit: completes the configuration with sizes from the samples.
         shared: objects shared with other runs; None for a single run.
-        diagnoses: the run includes the diagnosis; a sweep diagnoses later, after the folder is complete.
     """
 
     context: RunContext
@@ -95,7 +94,6 @@ class Workload:
     metric: Callable[[Sequence[Example]], Metric]
     fit: Callable[[RunConfig], RunConfig] = _unchanged
     shared: SharedObjects | None = None
-    diagnoses: bool = True
 
     @property
     def scored_rows(self) -> str | None:

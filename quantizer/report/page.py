@@ -60,6 +60,7 @@ from quantizer.report.tables import (
     tables_of_layers,
 )
 from quantizer.report.terminal import (
+    diagnosis_command,
     diagnosis_lines_of,
     engine_facts,
     evaluation_caption,
@@ -68,7 +69,7 @@ from quantizer.report.terminal import (
     verified_words,
 )
 from quantizer.report.text import error_words
-from quantizer.report.verdict import THRESHOLDS, covered_share, loses_accuracy, verdict, verdict_of
+from quantizer.report.verdict import THRESHOLDS, covered_share, lacks_diagnosis, loses_accuracy, verdict, verdict_of
 
 if TYPE_CHECKING:
     import jinja2
@@ -223,6 +224,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         **_sites(record),
         "ranges_table": _table(ranges_table(ranges, page=True)),
         "histograms": [_safe(histogram_figure(histogram, _by_output(record))) for histogram in record.histograms],
+        "sensitivity_title": _sensitivity_title(record),
         "bars": _safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
         "bars_shown": min(_BARS, len(record.sensitivity)),
         "error_words": error_words(record.measure).heading,
@@ -273,6 +275,7 @@ def _header(record: RunRecord) -> dict[str, Any]:
         "frontier": _safe(frontier_svg(record.latency_fallback) if record.latency_fallback else ""),
         "diagnoses": [text.typeset(line) for line in diagnosis_lines_of(record)],
         "needs_fix": loses_accuracy(record),
+        "diagnose": diagnosis_command(record, None) if lacks_diagnosis(record) else "",
     }
 
 
@@ -281,6 +284,13 @@ def _judgement(record: RunRecord) -> tuple[str, str, str, list[str]]:
     judged = verdict_of(record)
     reason, *findings = map(text.typeset, judged.reasons)
     return judged.level.replace(" ", "-"), judged.level, reason, findings
+
+
+def _sensitivity_title(record: RunRecord) -> str:
+    """Return the title of the section on sensitivity and fallback; empty if it has nothing to show."""
+    if record.sensitivity or record.diagnoses or record.diagnosis_error is not None:
+        return "Sensitivity"
+    return "" if record.fallback is None else "Kept in float"
 
 
 def _by_output(record: RunRecord) -> bool:
@@ -307,8 +317,8 @@ def _sites(record: RunRecord) -> dict[str, Any]:
 
 
 def tiles(record: RunRecord) -> tuple[Tile, ...]:
-    """Return the figures of the header: speed, size, memory, score, coverage."""
-    speed, size, memory = _tile("Speed-up"), _tile("Size"), _tile("Peak memory")
+    """Return the figures of the header: speed, size, memory if measured, score, coverage."""
+    speed, size, memory = _tile("Speed-up"), _tile("Size"), []
     if record.speeds is not None and record.latency is not None:
         fast, slow = (text.milliseconds(entry.median_ms) for entry in record.speeds)
         ratio = text.times(record.speeds[0].ratio_to_float)
@@ -318,8 +328,9 @@ def tiles(record: RunRecord) -> tuple[Tile, ...]:
         size = _tile("Size", text.compared(record.sizes[0].ratio, "smaller", "larger"), f"{small}, float {large}")
     if record.peaks is not None:
         low, high = (f"{entry.peak_mib:,.0f} MiB" for entry in record.peaks)
-        memory = _tile("Peak memory", text.compared(record.peaks[0].ratio, "lower", "higher"), f"{low}, float {high}")
-    return speed, size, memory, _accuracy_tile(record), _coverage_tile(record)
+        ratio = text.compared(record.peaks[0].ratio, "lower", "higher")
+        memory = [_tile("Peak memory", ratio, f"{low}, float {high}")]
+    return speed, size, *memory, _accuracy_tile(record), _coverage_tile(record)
 
 
 def _accuracy_tile(record: RunRecord) -> Tile:

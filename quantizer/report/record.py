@@ -475,8 +475,8 @@ class RunRecord(Record):
     error at the sites), ``metric`` (drop of the metric). The divergence is the Kullback-Leibler divergence of logits,
     or the relative error of other outputs. Null if not measured."""
     diagnoses: tuple[Diagnosis, ...] = ()
-    """The groups that cost most accuracy, the worst first, each with its cause and fix; empty if the run has no
-    ``amp``."""
+    """The groups that cost most accuracy, the worst first, each with its cause and fix; empty if the run is not
+    diagnosed."""
     diagnosis_error: str | None = None
     """The error that ended the diagnosis; null if it succeeded."""
     fallback: FallbackRecord | None = None

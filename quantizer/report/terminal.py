@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +22,13 @@ from quantizer.report.record import (
     Form,
     LatencyFallback,
     RunRecord,
-    form_of,
     is_from_python,
     read_record,
     shown_setting,
 )
 from quantizer.report.tables import ENGINE_LAYERS, Table, choice_table, latency_table, precision_name, shares_table
 from quantizer.report.text import noise_sentence, print_labelled, print_lines
-from quantizer.report.verdict import LOOK, NOT, USABLE, loses_accuracy, verdict_of
+from quantizer.report.verdict import LOOK, NOT, USABLE, lacks_diagnosis, loses_accuracy, verdict_of
 from quantizer.utils.records import BudgetOutcome, Diagnosis, FallbackRecord, Fix, Inspection, Score, Site
 
 _STYLES = {USABLE: "green", LOOK: "yellow", NOT: "red"}
@@ -122,15 +122,22 @@ def latency_fallback_lines(latency_fallback: LatencyFallback) -> list[str]:
 def diagnosis_lines_of(record: RunRecord, form: Form | None = None) -> list[str]:
     """Return the lines on the groups that cost most accuracy; fixes are included if the run loses too much.
 
-    ``form`` is that of the fixes; None: Python for a run from Python, else YAML.
+    ``form`` is that of the fixes; None: YAML. It is always Python for a run from Python.
     """
-    fixes, form = loses_accuracy(record), form or form_of(record)
+    fixes, form = loses_accuracy(record), "python" if is_from_python(record) else form or "yaml"
     lines = diagnosis_lines(record.diagnoses, record.latency_fallback, form=form, fixes=fixes)
     if record.diagnosis_error is not None:
         lines.append(
             f"the diagnosis failed, so the groups that cost most accuracy are unknown: {record.diagnosis_error}"
         )
     return lines
+
+
+def diagnosis_command(record: RunRecord, folder: Path | str | None, form: Form | None = None) -> str:
+    """Return how to diagnose a run: a command for its folder, or the call for a run from Python."""
+    if not is_from_python(record):
+        return f"quantizer diagnose {'FOLDER' if folder is None else shlex.quote(str(folder))}"
+    return "quantizer convert ... --diagnose --force" if form == "options" else "result.diagnose()"
 
 
 def diagnosis_lines(
@@ -184,7 +191,7 @@ def print_summary(folder: Path | str, console: Console) -> None:
 def print_record(record: RunRecord, folder: Path | str | None, console: Console, *, form: Form | None = None) -> None:
     """Print the choice of the engine, then the verdict, the table of results, and the facts of the run.
 
-    ``form`` is that of the fixes, as in ``diagnosis_lines_of``.
+    ``form`` is that of the fixes, as in ``diagnosis_lines_of``; ``options`` for a conversion.
     """
     if record.choice is not None:
         print_choice(record.choice, console)
@@ -192,7 +199,7 @@ def print_record(record: RunRecord, folder: Path | str | None, console: Console,
         record.latency_fallback.float_groups or record.latency_fallback.min_speedup is not None
     ):
         print_lines(latency_fallback_lines(record.latency_fallback), console, first="")
-    _print_verdict(record, console, form)
+    _print_verdict(record, folder, console, form)
     heading = record.name if record.latency is None else f"{record.name}; speed relative to {record.latency.reference}"
     print_lines([heading], console, first="")
     table = _table(record)
@@ -212,6 +219,13 @@ def print_record(record: RunRecord, folder: Path | str | None, console: Console,
         print_labelled("deploy", record.choice.deploy, console)
     if folder is not None and is_from_python(record):
         print_labelled("load", f"quantizer.load({json.dumps(str(folder))}) returns a function like the model", console)
+
+
+def print_diagnosis(record: RunRecord, folder: Path, console: Console) -> None:
+    """Print the groups of a run that cost most accuracy, with all fixes, and the path of its report."""
+    lines = diagnosis_lines(record.diagnoses, record.latency_fallback)
+    print_lines(lines or ["no quantized group costs accuracy"], console, first="", rest="   ")
+    _print_report(folder, console)
 
 
 def print_layers(folder: Path | str, console: Console) -> None:
@@ -234,14 +248,16 @@ def unquantized_words(coverage: Sequence[Site]) -> str | None:
     return f"{total} of {len(sites)} sites {'is' if total == 1 else 'are'} not quantized{cause}: {reason}"
 
 
-def _print_verdict(record: RunRecord, console: Console, form: Form | None) -> None:
-    """Print the verdict with its reason, the other findings, and the diagnosis if accuracy is lost or it failed."""
+def _print_verdict(record: RunRecord, folder: Path | str | None, console: Console, form: Form | None) -> None:
+    """Print the verdict with its reason, the other findings, and the diagnosis, or its command, if accuracy is lost."""
     verdict = verdict_of(record)
     print_labelled("verdict", str(verdict), console, style=_STYLES[verdict.level])
     for finding in verdict.reasons[1:]:
         print_labelled("", finding, console)
     if loses_accuracy(record) or record.diagnosis_error is not None:
         print_lines(diagnosis_lines_of(record, form), console, first="", rest="   ")
+    if lacks_diagnosis(record):
+        print_labelled("causes", diagnosis_command(record, folder, form), console, wrap=False)
 
 
 def _print_facts(record: RunRecord, console: Console) -> None:
@@ -272,8 +288,12 @@ def _print_paths(record: RunRecord, folder: Path, console: Console) -> None:
         print_labelled("reasons", f"quantizer show {folder} --coverage", console, wrap=False)
     missing = "not built" if record.engine_refused is None else "refused, see the verdict"
     engine = missing if record.engine is None else str(folder / record.engine.path)
-    page = folder / "report.html"
     print_labelled("engine", engine, console, wrap=False)
+    _print_report(folder, console)
+
+
+def _print_report(folder: Path, console: Console) -> None:
+    page = folder / "report.html"
     print_labelled("report", str(page if page.exists() else folder / "report.json"), console, wrap=False)
 
 

@@ -77,6 +77,13 @@ def loses_accuracy(record: RunRecord) -> bool:
     return any(level != USABLE for level, _ in (*_goals(record), _accuracy(record)))
 
 
+def lacks_diagnosis(record: RunRecord) -> bool:
+    """Return whether accuracy is lost and a diagnosis, which the run can still get, would show where."""
+    is_diagnosed = bool(record.diagnoses) or record.diagnosis_error is not None
+    can_be = any(site.quantized for site in record.coverage) and record.config.get("qat") is None
+    return can_be and not is_diagnosed and loses_accuracy(record)
+
+
 def missed_goals(outcome: BudgetOutcome | None, latency_fallback: LatencyFallback | None) -> tuple[str, ...]:
     """Return a sentence for each missed goal: the accuracy budget and the speed."""
     missed = []
@@ -219,7 +226,7 @@ def _judged_speed(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def verdict(record: RunRecord) -> str:
-    """Return a paragraph on speed, size, memory, score and coverage, including missing measurements."""
+    """Return a paragraph on speed, size, memory if measured, score and coverage."""
     noise = noise_sentence(record.latency)
     timing = [*_speed(record), *([noise] if noise else [])]
     return " ".join([*timing, *_disk(record), *_memory(record), *_score(record), *_coverage(record)])
@@ -253,7 +260,7 @@ def _disk(record: RunRecord) -> list[str]:
 
 def _memory(record: RunRecord) -> list[str]:
     if record.peaks is None:
-        return ["Memory was not measured."]
+        return []
     entry, reference = record.peaks
     figures = f"{entry.peak_mib:,.0f} MiB against {reference.peak_mib:,.0f} MiB"
     return [f"Its peak memory is {text.compared(entry.ratio, 'lower', 'higher')} ({figures})."]

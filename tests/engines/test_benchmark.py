@@ -116,9 +116,8 @@ def test_memory_that_cannot_be_measured_costs_no_result(tmp_path: Path) -> None:
     config: Any = SimpleNamespace(
         report=part, engine=SimpleNamespace(threads=1), quantizer=SimpleNamespace(backend="openvino")
     )
-    built: Any = {"int8": SimpleNamespace(path=tmp_path / "model.engine")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, "peak_memory_mib", no_memory)
         patch.setattr(benchmark, "run_sizes", lambda *_: {})
         with pytest.warns(UserWarning, match="memory was not measured; all other results are complete: its"):
-            assert benchmark.measure_memory(context, config, built) == ()
+            assert benchmark.measure_memory(context, config, {"int8": tmp_path / "model.engine"}) == ()

@@ -37,6 +37,7 @@ from quantizer.report.charts.axes import histogram_figure
 from quantizer.report.charts.plots import candidates_svg, frontier_svg
 from quantizer.report.model_card import write_run_card
 from quantizer.report.page import diff_files
+from quantizer.report.record import GIVEN_IN_PYTHON
 from quantizer.report.tables import choice_table
 from quantizer.report.terminal import print_choice
 from quantizer.report.text import paired_figure, significant, typeset
@@ -121,13 +122,14 @@ def test_sections_that_were_not_measured_say_so() -> None:
         "Not measured: the run built no engine.",
         "No engine was built.",
         "Not measured: no sites were recorded.",
-        "Not measured: the run has no <code>amp</code>.",
         "Not measured: no operand has a range.",
         "No source was rewritten.",
     ):
         assert sentence in text
     assert Page(text).count("table") == 0
-    assert text.count('<div class="note">not measured</div>') == 5
+    assert text.count('<div class="note">not measured</div>') == 4
+    for absent in ("emory", 'href="#sensitivity"', 'id="sensitivity"', "quantizer diagnose"):
+        assert absent not in text.partition('<section id="words">')[0]
 
 
 def test_what_a_run_did_not_do_is_left_out() -> None:
@@ -142,11 +144,17 @@ def test_what_a_run_did_not_do_is_left_out() -> None:
         "training": None,
         "choice": None,
         "latency_fallback": None,
+        "memory": (),
     }
     text = html_from_record(dataclasses.replace(whole, fallback=fallback, **less))
     for words in ("Histograms", "evaluations", "Training", 'id="choice"', 'id="latency"', "Estimated divergence"):
         assert words in html_from_record(whole)
         assert words not in text.partition("<pre>")[0]
+    for words in ("Speed, size and memory", "Peak memory", "peak memory", "<h2>Sensitivity</h2>"):
+        assert words in html_from_record(whole)
+        assert words not in text
+    assert '<section id="sensitivity"><h2>Kept in float</h2>' in text
+    assert "Kept in float</h3>" not in text
     assert "1 group, by fallback(max_drop=0.005)" in text
     assert (Page(html_from_record(whole)).count("figure"), Page(text).count("figure")) == (1, 0)
 
@@ -353,10 +361,30 @@ def test_fixes_are_shown_unless_the_verdict_is_usable() -> None:
         header = page[page.index("<header>") : page.index("</header>")]
         assert page.count(shown) == 1
         assert (shown in header, fix_shown in header, fix_shown in page) == (needs_fix, needs_fix, needs_fix)
+        assert "quantizer diagnose" not in page
+
+
+def test_a_page_without_a_diagnosis_says_how_to_get_one_if_accuracy_is_lost() -> None:
+    usable = dataclasses.replace(sample_record(), diagnoses=())
+    scores = tuple(dataclasses.replace(one, difference=-0.1, interval=None) for one in usable.scores)
+    lossy = dataclasses.replace(usable, scores=scores)
+    given = {**lossy.config, "data": {"calibration": {"name": GIVEN_IN_PYTHON}}}
+    for record, command in (
+        (usable, None),
+        (lossy, "quantizer diagnose FOLDER"),
+        (dataclasses.replace(lossy, config=given), "result.diagnose()"),
+        (dataclasses.replace(lossy, config={**lossy.config, "qat": {}}), None),
+        (dataclasses.replace(lossy, diagnosis_error="no batch"), None),
+        (dataclasses.replace(lossy, coverage=()), None),
+    ):
+        page = html_from_record(record)
+        assert re.findall("<code>([^<]*diagnose[^<]*)</code> finds the groups", page) == [command] * (
+            command is not None
+        )
 
 
 def test_the_picture_of_a_latency_fallback_without_errors() -> None:
-    assert "the run has no amp" in frontier_svg(dataclasses.replace(sample_latency_fallback(), frontier=()))
+    assert frontier_svg(dataclasses.replace(sample_latency_fallback(), frontier=())) == ""
 
 
 def test_one_that_was_too_slow_is_shown_without_its_last_times() -> None:

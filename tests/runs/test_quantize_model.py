@@ -124,22 +124,22 @@ def test_names_of_all_kinds_may_fall_back(name: str) -> None:
 def test_causes_are_looked_for_on_some_rows_of_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def diagnose(self: quantizer.Quantizer, model: nn.Module, batches: Any) -> Any:
+    def diagnose(self: quantizer.Quantizer, model: nn.Module, batches: Any, num: int) -> Any:
         seen.extend(len(batch["image"]) for batch in batches)
         return SimpleNamespace(rows=())
 
     monkeypatch.setattr(quantizer.Quantizer, "diagnose", diagnose)
-    _quantize(_net(), _images(40))
+    _quantize(_net(), _images(40), diagnose=True)
     assert seen == [8, 8]
 
 
 def test_a_search_for_causes_that_fails_costs_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise AssertionError("no such <operand>")
 
     monkeypatch.setattr(quantizer.Quantizer, "diagnose", fails)
     with pytest.warns(UserWarning, match="the diagnosis failed; .* AssertionError: no such <operand>"):
-        result = _quantize(_net(), _images())
+        result = _quantize(_net(), _images(), diagnose=True)
     assert result.record.diagnosis_error == "AssertionError: no such <operand>"
     assert "are unknown: AssertionError: no such <operand>" in " ".join(result.summary().split())
     assert "no such &lt;operand&gt;" in result.report(tmp_path / "r.html").read_text()

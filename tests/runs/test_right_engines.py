@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import quantizer
 import quantizer.pipeline.run_engines as run_engines
-import quantizer.pipeline.stages as stages
 from quantizer.cli.main import main
 from quantizer.engines import build_engine
 from quantizer.errors import EngineError
@@ -74,9 +73,8 @@ def plant(
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that OpenVINO's model for all sizes computes wrongly, and runs without a diagnosis."""
+    """Files that OpenVINO's model for all sizes computes wrongly."""
     monkeypatch.setattr(openvino_passes, "is_shared_product", lambda _: False)
-    monkeypatch.setattr(stages, "with_diagnosis", lambda record, *_: record)
 
 
 def _net() -> nn.Module:
@@ -134,7 +132,6 @@ def test_an_engine_that_is_wrong_at_one_size_is_refused(
 ) -> None:
     plant(monkeypatch, QUANTIZED_STEM, lambda rows: rows == 2)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(stages, "with_diagnosis", lambda record, *_: record)
     with pytest.raises(EngineError, match="the engine is refused") as refused:
         _quantized(_net(), (32,), backend)
     said = str(refused.value)
@@ -192,7 +189,6 @@ def test_a_run_keeps_what_tells_the_cause_of_a_refused_engine(
 ) -> None:
     pytest.importorskip("transformers", reason="install enginequant[hf]")
     plant(monkeypatch, QUANTIZED_STEM, lambda rows: rows == 8)
-    monkeypatch.setattr(stages, "with_diagnosis", lambda record, *_: record)
     (tmp_path / "run.yaml").write_text(json.dumps(tiny_run(tmp_path) | {"output": str(tmp_path / "out")}))
     assert main(["run", str(tmp_path / "run.yaml")]) == 1
     said = " ".join("".join(capsys.readouterr()).split())

@@ -26,19 +26,16 @@ from transformers import AutoTokenizer
 
 import quantizer.pipeline.benchmark as run_measure
 import quantizer.pipeline.run_engines as run_engines
-import quantizer.pipeline.sweep as late_causes
 import quantizer.pipeline.sweep as one_run
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run
 from quantizer.config.sweep import SweepRun
 from quantizer.engines import PeakMemory
-from quantizer.errors import EngineError
 from quantizer.pipeline import sweep as launchers
 from quantizer.pipeline.load_workload import shared_work
 from quantizer.pipeline.sweep import Outcome, Pace, config_of, plain_config, ready_to_sweep, time_left
 from quantizer.report import read_record
-from quantizer.report.verdict import Verdict
 from quantizer.tasks.classification import EmbeddingClassification
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
@@ -281,99 +278,18 @@ def test_a_launcher_that_is_not_installed(
 
 
 @pytest.mark.nightly
-def test_a_ranking_is_made_once(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict(levels[record.name], ()))
-    levels = {"num=1": "usable", "num=2": "check"}
+def test_a_ranking_is_made_once(at: Path) -> None:
     command = ["run", "tiny.yaml", "amp={}", "fallback={}", "fallback.num=1,2", "--output", "swept"]
     command += ["quantizer.activations.percentile=99.9"]
     assert main(command) == 0
-    records = {name: read_record(at / "swept" / name / "report.json") for name in levels}
+    records = {name: read_record(at / "swept" / name / "report.json") for name in ("num=1", "num=2")}
     stages = {name: [stage.name for stage in record.stages] for name, record in records.items()}
     assert [names.count("measure sensitivity") for names in stages.values()] == [1, 0]
-    assert [names.count("diagnose") for names in stages.values()] == [0, 1]
     first, second = records.values()
     assert [(row.group, row.error) for row in first.sensitivity] == [
         (row.group, row.error) for row in second.sensitivity
     ]
     assert [len(record.fallback.groups) for record in records.values()] == [1, 2]  # type: ignore[union-attr]
-
-
-@pytest.mark.nightly
-def test_killed_while_causes_are_looked_for(
-    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict("check", ()))
-    command = ["run", "tiny.yaml", "amp={}", PERCENTILES, "--output", "swept"]
-    look, made = late_causes.with_diagnosis, one_run.carry_out
-
-    def killed(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(late_causes, "with_diagnosis", killed)
-    assert main(command) == 130
-    assert "0 of 2 runs complete, 1 more except for the diagnosis, in " in capsys.readouterr().err
-    before = read_record(at / "swept" / FIRST / "report.json")
-    assert not before.diagnoses
-    assert not (at / "swept" / SECOND).exists()
-    carried: list[str] = []
-
-    def counted(config: Any, folder: Path, *more: Any) -> Any:
-        carried.append(folder.name)
-        return made(config, folder, *more)
-
-    def fails(*_: Any) -> Any:
-        raise EngineError("no <such> batch")
-
-    monkeypatch.setattr(one_run, "carry_out", counted)
-    load = late_causes.Quantizer.load
-    monkeypatch.setattr(late_causes.Quantizer, "load", fails)
-    # What cannot be loaded then is told beside the figures, and tried again.
-    assert main([*command, "--jobs", "1"]) == 1
-    assert f"{FIRST}: only the diagnosis is missing" in capsys.readouterr().out
-    assert carried == [SECOND]
-    with (at / "swept" / "comparison.csv").open() as stream:
-        rows = list(csv.DictReader(stream))
-    assert all(row["error"] == "no <such> batch" and float(row["score"]) > 0 for row in rows)
-    monkeypatch.setattr(late_causes, "with_diagnosis", look)
-    monkeypatch.setattr(late_causes.Quantizer, "load", load)
-    assert main(command) == 0
-    assert carried == [SECOND]
-    after = read_record(at / "swept" / FIRST / "report.json")
-    assert after.diagnoses
-    assert after.scores == before.scores
-    assert after.latency == before.latency
-    assert [stage.name for stage in after.stages[len(before.stages) :]] == ["load model and data", "diagnose"]
-    assert after.diagnoses[0].group in (at / "swept" / FIRST / "report.html").read_text()
-    # Those of the run alone, whose quantizer was not read from its folder.
-    assert main(["run", "tiny.yaml", "amp={}", "quantizer.activations.percentile=99.9", "--output", "alone"]) == 0
-    assert read_record(at / "alone" / "report.json").diagnoses == after.diagnoses
-
-
-@pytest.mark.nightly
-def test_a_search_for_causes_that_fails(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantizer.pipeline.sweep.verdict_of", lambda record: Verdict("check", ()))
-    tried: list[Any] = []
-
-    def fails(*arguments: Any) -> Any:
-        tried.append(arguments)
-        raise AssertionError("no <such> operand")
-
-    monkeypatch.setattr(late_causes.Quantizer, "diagnoses", fails)
-    command = ["run", "tiny.yaml", "amp={}", PERCENTILES, "--output", "swept"]
-    with pytest.warns(UserWarning, match="the diagnosis failed; .* AssertionError: no <such> operand"):
-        assert main(command) == 0
-    assert len(tried) == 2
-    with (at / "swept" / "comparison.csv").open() as stream:
-        rows = list(csv.DictReader(stream))
-    assert [row["error"] for row in rows] == ["", ""]
-    assert all(float(row["score"]) > 0 for row in rows)
-    for name in (FIRST, SECOND):
-        record = read_record(at / "swept" / name / "report.json")
-        assert (record.diagnoses, record.diagnosis_error) == ((), "AssertionError: no <such> operand")
-        assert "no &lt;such&gt; operand" in (at / "swept" / name / "report.html").read_text()
-    # It would fail again: only --force looks for them anew.
-    assert main(command) == 0
-    assert len(tried) == 2
 
 
 @pytest.mark.nightly

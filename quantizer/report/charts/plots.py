@@ -244,10 +244,13 @@ def _candidate(label: str, candidate: Candidate, x: str, y: float, shapes: Seque
 
 
 def frontier_svg(latency_fallback: LatencyFallback) -> str:
-    """Return the plans with one more group in float each, by predicted latency and error, and the chosen one."""
+    """Return the plans with one more group in float each, by predicted latency and error, and the chosen one.
+
+    The result is empty if no sensitivity was measured.
+    """
     points = latency_fallback.frontier
     if len(points) < 2:
-        return svg_note("The errors of groups were not measured: the run has no amp.")
+        return ""
     fast, slow = (pick(point.milliseconds for point in points) for pick in (min, max))
     most = max(point.error for point in points) or 1.0
     axes = Axes(across=(fast, slow), up=(0, most), ends=(19, 90), height=200, margin=14, gap=22, name_at=16, below=26)
