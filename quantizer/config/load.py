@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from quantizer.config.data_section import MODULE, DataConfig, DatasetConfig, is_function_name
 from quantizer.config.describe import KeyPath, Slot, nearest, path_text, paths_ending_in, slot_at, words_for
 from quantizer.config.quantizer_section import FallbackConfig, QuantizerConfig, Section
-from quantizer.config.schema import RunConfig
+from quantizer.config.schema import EngineConfig, RunConfig
 from quantizer.config.yaml_file import Document, parse_yaml, read_yaml
 from quantizer.errors import ConfigError
 from quantizer.plan.targets import AUTO
@@ -191,6 +191,11 @@ def fallback_config(values: Mapping[str, Any]) -> FallbackConfig:
         ConfigError: a list of all problems, each with its key.
     """
     return finish(Draft({"fallback": _plain(values)}, "keyword 'fallback'"), FallbackConfig, ("fallback",))
+
+
+def engine_config(**values: Any) -> EngineConfig:
+    """Return a validated ``engine`` section, for models passed as Python objects; errors as in ``fallback_config``."""
+    return finish(Draft({"engine": values}, "keywords"), EngineConfig, ("engine",))
 
 
 def dump_yaml(config: Section) -> str:

@@ -31,7 +31,7 @@ from quantizer.config import (
     quantizer_config,
 )
 from quantizer.config.data_section import MODULE
-from quantizer.config.load import fallback_config
+from quantizer.config.load import engine_config, fallback_config
 from quantizer.config.schema import least_opset
 from quantizer.diagnose import Diagnoses
 from quantizer.engines import load_engine
@@ -240,6 +240,7 @@ def quantize_model(
     samples: int | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None,
     threads: int = 1,
+    time_budget: float | None = 60.0,
     progress: bool | None = None,
     fallback: Mapping[str, Any] | None = None,
     diagnose: bool = False,
@@ -271,6 +272,7 @@ def quantize_model(
         samples: the maximum number of samples to read; None for all, and at most 4,096 of a loader without a length.
         config: as in ``Quantizer``; the default backend is ``auto``, the fastest.
         threads: the number of CPU threads of an engine.
+        time_budget: the seconds after which no further backend is tried, if there is a correct engine; None: no limit.
         progress: print the stages to stderr; None: at once in a terminal, elsewhere after 10 seconds.
         fallback: the groups to keep in float, as the ``fallback`` section of a run: ``{"max_drop": 0.01}`` in units of
             the score, or ``{"names": ["head"]}``. Unlike ``exclude``, it keeps groups in float that were calibrated, so
@@ -298,7 +300,8 @@ def quantize_model(
         batches = module_batches(model, data, samples)
         float_model = _ready(model)
         call = _call_form(float_model, batches[0])
-        run_config = _run_config(model, batches, quantizer_settings, threads, fallback_section, diagnose=diagnose)
+        engine = engine_config(threads=threads, time_budget=time_budget)
+        run_config = _run_config(model, batches, quantizer_settings, engine, fallback_section, diagnose=diagnose)
         parent = scratch_folder()
         try:
             # The name of a class may be too long for a file name.
@@ -378,7 +381,7 @@ def _run_config(
     model: nn.Module,
     batches: list[Batch],
     settings: QuantizerConfig,
-    threads: int,
+    engine: EngineConfig,
     fallback: FallbackConfig | None,
     *,
     diagnose: bool,
@@ -396,7 +399,7 @@ def _run_config(
         quantizer=settings,
         amp=AmpConfig(batches=SENSITIVITY_BATCHES) if ranks else None,
         export=ExportConfig(opset=max(ExportConfig().opset, least_opset(settings))),
-        engine=EngineConfig(threads=threads),
+        engine=engine,
         report=ReportConfig(diagnose=diagnose),
     )
     updates = {

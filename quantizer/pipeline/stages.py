@@ -264,8 +264,9 @@ def compare(job: Job) -> None:
     job.refused.pop("engine", None)
     with job.timer("compare the outputs"):
         try:
+            # The check of an engine on another machine's GPU needs them too.
+            job.references = _references(job)
             if job.engines.runs_here:
-                job.references = _references(job)
                 job.checks = _checked_engine(job, "engine", job.frozen, job.tolerance(quantized=job.config.quantize))
             else:
                 job.distances = tuple(_of_proxy(job, job.graphs.checked_on(job.config, job.samples)))

@@ -369,6 +369,14 @@ def test_what_does_not_fit(model: Callable[[], Any], data: list[Any], error: typ
         _quantize(model(), data)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"), [({"threads": 0}, "engine.threads"), ({"time_budget": -1.0}, "time_budget")]
+)
+def test_engine_options_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{said}: got the .*; expected a .*number, at least"):
+        quantizer.quantize_model(_net(), [_images()[0]], **options)
+
+
 def test_a_loader_with_labels_and_no_end() -> None:
     def endless() -> Iterator[tuple[Tensor, Tensor]]:
         while True:
