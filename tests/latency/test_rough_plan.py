@@ -60,13 +60,13 @@ def test_it_is_the_plan_of_largest_values(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("backend", "settings", "planned", "least"),
     [
-        ("onnxruntime", {}, [], 1.2),
-        ("torch", {}, ["openvino"], 1.2),
+        ("onnxruntime", {}, [], 1.1),
+        ("torch", {}, ["openvino"], 1.1),
         ("torch", {}, ["openvino", "onnxruntime"], None),
-        ("torch-avx2", {}, ["onnxruntime"], 1.2),
+        ("torch-avx2", {}, ["onnxruntime"], 1.1),
         ("torch", {"preset": "plain"}, [], None),
-        ("torch", {"preset": "plain", "bias_correction": True}, ["onnxruntime"], 1.2),
-        ("onnxruntime", {"preset": "plain", "bias_correction": True}, [], 1.2),
+        ("torch", {"preset": "plain", "bias_correction": True}, ["onnxruntime"], 1.1),
+        ("onnxruntime", {"preset": "plain", "bias_correction": True}, [], 1.1),
         ("openvino", {}, ["onnxruntime"], 1.5),
         ("openvino-avx2", {}, ["onnxruntime-avx2"], 1.5),
         ("openvino", {"preset": "plain"}, [], None),
@@ -127,6 +127,6 @@ def test_the_fastest_of_the_others_counts(taken: list[float], why: str | None, m
     monkeypatch.setattr(fastest_engine, "interleaved_latency", given)
     monkeypatch.setattr(fastest_engine, "engine_inputs", lambda engine, batch: batch)
     engine: Any = dict
-    found = fastest_engine.too_slow("this", engine, {"quick": engine, "slow": engine}, [{}] * len(taken), 1.2)
+    found = fastest_engine.too_slow("this", engine, {"quick": engine, "slow": engine}, [{}] * len(taken), 1.1)
     assert found == (None if why is None else f"with max calibration it takes {why}")
     assert not left
