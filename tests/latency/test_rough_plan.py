@@ -127,6 +127,6 @@ def test_the_fastest_of_the_others_counts(taken: list[float], why: str | None, m
     monkeypatch.setattr(fastest_engine, "interleaved_latency", given)
     monkeypatch.setattr(fastest_engine, "engine_inputs", lambda engine, batch: batch)
     engine: Any = dict
-    found = fastest_engine.too_slow("this", engine, {"quick": engine, "slow": engine}, [{}] * len(taken), 1.1)
+    found = fastest_engine.too_slow("this", engine, {"quick": engine, "slow": engine}, [{}] * len(taken), 1.2)
     assert found == (None if why is None else f"with max calibration it takes {why}")
     assert not left
