@@ -2,8 +2,9 @@
 
 The stored batches are split in halves. On the first half, the search compares the default calibrator with some alphas.
 It then varies the calibrator, and alpha by one step, until no neighbor of the best setting is better. Both are searched
-together, because a clipped range is often worse without SmoothQuant and better with it. On the second half, the result
-must not be worse than the default setting.
+together, because a clipped range is often worse without SmoothQuant and better with it. If attention then stays in
+float, the calibrators are compared again with the chosen alpha. On the second half, the result must not be worse than
+the default setting.
 
 ``leave_costly_attention`` keeps attention in float if quantizing it costs much of the output's SQNR. Softmax outputs
 over many tokens are small, and a single one near 1 sets the range, so most of them would round to 0.
@@ -26,10 +27,13 @@ from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.reasons import ReasonCode
 from quantizer.plan.site_plan import Plan
-from quantizer.utils.progress import loop
+from quantizer.utils.progress import counted, loop
 
 _TOLERANCE_DB = 0.5
 """An earlier setting is preferred if its error is at most this much larger, because it clips other data less."""
+
+_CHOOSING = "choosing ranges by the output"
+"""The name of the search in progress lines."""
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +88,9 @@ class _Search:
 
     def best_of(self, settings: Sequence[Setting]) -> Setting:
         """Measure settings, and return the best one."""
-        for setting in dict.fromkeys(settings):
-            self.measure(setting)
+        with counted([*dict.fromkeys(settings)], _CHOOSING, unit="setting") as steps:
+            for setting in steps:
+                self.measure(setting)
         return self.best()
 
     def best(self) -> Setting:
@@ -168,7 +173,7 @@ def _best_setting(search: _Search, shares: Sequence[float | None], estimates: Se
     """
     first_shares = shares[:: max(1, len(shares) // 2)] if len(estimates) > 1 else shares
     todo = [Setting(share, 0) for share in first_shares]
-    with loop("choosing ranges by the output", unit="setting") as progress:
+    with loop(_CHOOSING, unit="setting") as progress:
         while todo:
             total = progress.done + len(todo)
             for setting in todo:

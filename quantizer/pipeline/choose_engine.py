@@ -257,14 +257,12 @@ class _CandidateBuilder:
                 if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in correct:
                     rejected.append(not_built(candidate, NO_FASTER))
                     continue
-                if variant.backend not in begun and self._is_over(start - began, correct):
-                    budget_words = f"the time budget of {self._config.engine.time_budget:g} s was over"
-                    rejected.append(not_built(candidate, budget_words))
-                    self._context.timer.tell(candidate_line(rejected[-1], names, 0.0))
-                    continue
-                begun.add(variant.backend)
+                over = variant.backend not in begun and self._is_over(start - began, correct)
+                if not over:
+                    begun.add(variant.backend)
                 try:
-                    if (why := self._too_slow(variant, correct)) is None:
+                    why = self._budget_words() if over else self._too_slow(variant, correct)
+                    if why is None:
                         correct[variant.name] = self._tried(variant, candidate)
                         candidate = correct[variant.name].candidate
                     else:
@@ -291,6 +289,9 @@ class _CandidateBuilder:
         budget, quantize = self._config.engine.time_budget, self._config.quantize
         exists = any((entry.variant.dtype is not None) == quantize for entry in correct.values())
         return exists and budget is not None and seconds > budget
+
+    def _budget_words(self) -> str:
+        return f"the time budget of {self._config.engine.time_budget:g} s was over"
 
     def _difference(self, entry: _Checked) -> float | None:
         # The samples of a function are unknown, so its score cannot be cached.

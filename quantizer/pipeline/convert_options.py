@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from quantizer.config import AmpConfig, RunConfig, quantizer_config
+from quantizer.config import RunConfig, quantizer_config
 from quantizer.config.describe import nearest
 from quantizer.config.load import Draft, finished_run, run_draft
 from quantizer.config.yaml_file import read_yaml
@@ -200,8 +200,8 @@ def conversion_configs(given: Mapping[str, Any], *, function: bool = False) -> l
     _default(base, "quantize", False)
     if not function:
         _checkpoint(base, given)
-    if "max_drop" in given or "diagnose" in given:
-        _default(base, "amp.batches", SENSITIVITY_BATCHES if function else AmpConfig().batches)
+    if function and ("max_drop" in given or "diagnose" in given):
+        _default(base, "amp.batches", SENSITIVITY_BATCHES)
     configs: list[RunConfig] = []
     for backend in (None,) if not names else (names,) if AUTO in names else [(name,) for name in names]:
         draft = deepcopy(base)

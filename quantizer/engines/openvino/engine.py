@@ -247,9 +247,9 @@ def _capabilities(ov: Any) -> Sequence[str]:
 
 
 def _requests(model: Any) -> Pool[Any]:
-    """Return requests that keep every stream of a model busy: while it computes, the outputs of one more are copied.
+    """Return one request more than a model has streams, so that one computes while outputs of another are copied.
 
-    They are all made here. In OpenVINO 2026.4, making a request while another one runs ends the process (SIGSEGV).
+    All are made here. In OpenVINO 2026.4, making a request while another one runs ends the process (SIGSEGV).
     """
     streams = int(model.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))
     return Pool(model.create_infer_request() for _ in range(streams + 1))
