@@ -106,6 +106,12 @@ class EngineConfig(Section):
         "file next to it.",
     )
     threads: int = Field(default=1, ge=1, description="Number of CPU threads of the engine.")
+    optimize_for: Literal["latency", "throughput", "both"] = Field(
+        default="both",
+        description="Sizes at which backend 'auto' compares the engines. 'latency': the smallest batch of "
+        "export.dynamic, which is one sample by default. 'throughput': the usual batch. 'both': all sizes of "
+        "report.latency_shapes.",
+    )
     time_budget: float | None = Field(
         default=60.0,
         ge=0,
@@ -134,11 +140,11 @@ class ReportConfig(Section):
         description="Tokens per text in latency benchmarks. If 128 is outside the range of export.dynamic.sequence, "
         "the default is its opt size.",
     )
-    latency_shapes: Literal["usual", "all"] = Field(
-        default="usual",
-        description="Sizes of the latency benchmarks. 'usual': latency_batch and latency_sequence. 'all': the min, "
-        "opt and max sizes of export.dynamic, with the PyTorch float model as an additional baseline at the usual "
-        "size.",
+    latency_shapes: Literal["usual", "one_and_usual", "all"] = Field(
+        default="one_and_usual",
+        description="Sizes of the latency benchmarks. 'usual': latency_batch and latency_sequence. 'one_and_usual': "
+        "also the smallest batch of export.dynamic, which is one sample by default. 'all': also the min, opt and max "
+        "sizes of export.dynamic, with the PyTorch float model as an additional baseline at the usual size.",
     )
     tolerance: float | None = Field(
         default=None,

@@ -60,17 +60,24 @@ def engine_file(backend: str, built: BuildResult, *, ran: bool, scored: bool) ->
 
 
 def timed_shapes(config: RunConfig) -> list[tuple[int, int]]:
-    """Return the (batch, sequence) sizes of the latency benchmarks, the usual size first."""
+    """Return the (batch, sequence) sizes of the latency benchmarks, the most important first."""
     dynamic, report = config.export.dynamic, config.report
     usual = (report.latency_batch, report.latency_sequence)
-    if report.latency_shapes == "usual":
-        return [usual]
-    return list(dict.fromkeys([usual, *zip(dynamic.batch, dynamic.sequence, strict=True)]))
+    one = (dynamic.batch[0], report.latency_sequence)
+    others = {"usual": [], "one_and_usual": [one], "all": [*zip(dynamic.batch, dynamic.sequence, strict=True)]}
+    first = one if config.engine.optimize_for == "latency" else usual
+    return list(dict.fromkeys([first, usual, *others[report.latency_shapes]]))
 
 
-def timed_batches(context: RunContext, config: RunConfig, samples: Sequence[Any]) -> list[Batch]:
-    """Return one batch for each size of the latency benchmarks, the usual size first."""
-    batches = [context.feed.inputs.filled(samples, *shape) for shape in timed_shapes(config)]
+def compared_shapes(config: RunConfig) -> list[tuple[int, int]]:
+    """Return the (batch, sequence) sizes at which a choice compares engines, the most important first."""
+    shapes = timed_shapes(config)
+    return shapes if config.engine.optimize_for == "both" else shapes[:1]
+
+
+def batches_of_shapes(context: RunContext, shapes: Sequence[tuple[int, int]], samples: Sequence[Any]) -> list[Batch]:
+    """Return one batch for each size, in order; sizes that the model fixes give no second batch."""
+    batches = [context.feed.inputs.filled(samples, *shape) for shape in shapes]
     return list({batch_shape(batch): batch for batch in batches}.values())
 
 
@@ -84,9 +91,9 @@ def measure_latency(
     samples: Sequence[Any],
     fastest_float: tuple[str, Runnable] | None = None,
 ) -> tuple[Latency, ...]:
-    """Return the latency of each engine, the usual size first; with several graphs, also of each graph.
+    """Return the latency of each engine, the most important size first; with several graphs, also of each graph.
 
-    The float model in PyTorch is also timed at the usual size for ``latency_shapes: all``, and at all sizes if there is
+    The float model in PyTorch is also timed at the first size for ``latency_shapes: all``, and at all sizes if there is
     no float engine.
 
     Args:
@@ -116,8 +123,8 @@ def measure_latency(
         return Latency(graph=graph, batch=rows, sequence=tokens, threads=threads, reference=reference, engines=entries)
 
     with context.timer("measure latency"):
-        usual, *others = timed_batches(context, config, samples)
-        latencies = [latency_of({**models, **baseline}, usual), *(latency_of(models, batch) for batch in others)]
+        first, *others = batches_of_shapes(context, timed_shapes(config), samples)
+        latencies = [latency_of({**models, **baseline}, first), *(latency_of(models, batch) for batch in others)]
     if not graphs.several:
         return tuple(latencies)
     with context.timer("measure the graphs"):

@@ -18,7 +18,7 @@ from quantizer.config import RunConfig
 from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, load_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates
 from quantizer.engines.measure import tried_build
-from quantizer.pipeline.benchmark import build_options, run_sizes, timed_batches, times_of
+from quantizer.pipeline.benchmark import batches_of_shapes, build_options, compared_shapes, run_sizes, times_of
 from quantizer.pipeline.compare_outputs import OutputCheck, References, check_engine, far_from_float, tolerance
 from quantizer.pipeline.context import RunContext, Runnable, as_predictor
 from quantizer.pipeline.fastest_engine import (
@@ -138,8 +138,8 @@ def pick_backend(
     context, (_, missing) = work.context, cpu_candidates(candidates)
     variants = variants_of(config, candidates)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
-        batches = timed_batches(context, config, samples)
-        maker = _CandidateBuilder(work, config, calibrated, batches[0], samples, Path(scratch))
+        batches = batches_of_shapes(context, compared_shapes(config), samples)
+        maker = _CandidateBuilder(work, config, calibrated, batches, samples, Path(scratch))
         correct, rejected = maker.all(variants)
         shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs)
         choice = choose([*(entry.candidate for entry in correct.values()), *rejected], shapes, missing)
@@ -175,13 +175,14 @@ def _time(
     """Time the candidates at each size, and return the names of the sizes.
 
     Candidates that fail are moved to ``rejected``. At each size, a few rounds show which candidates are too slow to
-    win; if several are left, these are timed in all rounds. Candidates that are too slow are skipped at the last,
-    largest size.
+    win; if several are left, these are timed in all rounds. Candidates that are too slow are skipped at the last size
+    if it is the largest, where they would take longest.
     """
     shapes: list[str] = []
+    values = [sum(value.numel() for value in batch.values()) for batch in batches]
     for place, batch in enumerate(batches, start=1):
         records = [entry.candidate for entry in correct.values()]
-        skipped = slow_ones(records) if 1 < place == len(batches) else set()
+        skipped = slow_ones(records) if 1 < place == len(batches) and values[-1] == max(values) else set()
         engines = {name: graphs.timed(entry.runs) for name, entry in correct.items() if name not in skipped}
         if not engines:
             break
@@ -224,7 +225,7 @@ class _CandidateBuilder:
         work: Workload,
         config: RunConfig,
         calibrated: Calibrated,
-        batch: Batch,
+        batches: Sequence[Batch],
         samples: Sequence[Any],
         folder: Path,
     ) -> None:
@@ -238,7 +239,7 @@ class _CandidateBuilder:
         self._kept = work.context.resume.engines
         self._scored_rows = work.scored_rows
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
-        self._trials = RoughTrials(self._rough, [batch])
+        self._trials = RoughTrials(self._rough, batches)
         self.references = {
             name: References(batches, apart=work.context.feed.samples_independent)
             for name, batches in work.graphs.checked_on(config, samples).items()

@@ -58,7 +58,7 @@ class Job:
         agreement: the agreement of generated texts with the float model, by form.
         only_sizes: the sizes that the engine accepts; empty for all.
         distances: the distance of the proxy's outputs from the float model, if no engine runs on this machine.
-        latencies: latencies at the usual sizes first, then at other sizes.
+        latencies: latencies at the most important size first, then at others.
     """
 
     config: RunConfig

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -240,6 +240,7 @@ def quantize_model(
     samples: int | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None,
     threads: int = 1,
+    optimize_for: Literal["latency", "throughput", "both"] = "both",
     time_budget: float | None = 60.0,
     progress: bool | None = None,
     fallback: Mapping[str, Any] | None = None,
@@ -249,8 +250,8 @@ def quantize_model(
     """Quantize a module for the fastest correct engine on this machine, and measure the result.
 
     The model is calibrated once. INT8 and float engines for this CPU are built, their outputs are compared with the
-    model, and they are benchmarked in interleaved rounds at the shape of the first batch. The fastest engine is kept,
-    together with the fastest float engine of its backend. The model itself does not change.
+    model, and they are benchmarked in interleaved rounds, at the shape of the first batch and with one sample. The
+    fastest engine is kept, together with the fastest float engine of its backend. The model itself does not change.
 
     Example::
 
@@ -272,6 +273,8 @@ def quantize_model(
         samples: the maximum number of samples to read; None for all, and at most 4,096 of a loader without a length.
         config: as in ``Quantizer``; the default backend is ``auto``, the fastest.
         threads: the number of CPU threads of an engine.
+        optimize_for: the sizes at which engines are compared: one sample for ``latency``, the first batch for
+            ``throughput``, or ``both``.
         time_budget: the seconds after which no further backend is tried, if there is a correct engine; None: no limit.
         progress: print the stages to stderr; None: at once in a terminal, elsewhere after 10 seconds.
         fallback: the groups to keep in float, as the ``fallback`` section of a run: ``{"max_drop": 0.01}`` in units of
@@ -300,7 +303,7 @@ def quantize_model(
         batches = module_batches(model, data, samples)
         float_model = _ready(model)
         call = _call_form(float_model, batches[0])
-        engine = engine_config(threads=threads, time_budget=time_budget)
+        engine = engine_config(threads=threads, optimize_for=optimize_for, time_budget=time_budget)
         run_config = _run_config(model, batches, quantizer_settings, engine, fallback_section, diagnose=diagnose)
         parent = scratch_folder()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +196,37 @@ def test_after_the_time_budget_no_other_backend_begins(
         f"{ONNXRUNTIME} int8",
     }
     assert late in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("goal", "shapes", "chosen"),
+    [("latency", ["1 x 16"], ONNXRUNTIME), ("throughput", ["2 x 16"], OPENVINO), ("both", ["2 x 16", "1 x 16"], None)],
+)
+def test_engines_are_compared_at_the_sizes_of_the_goal(
+    goal: str, shapes: list[str], chosen: str | None, at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One backend is faster with one sample, and the other one with a batch."""
+    _taking(TIMES, monkeypatch)
+
+    def taken(calls: Mapping[str, Any], **_: int) -> dict[str, list[float]]:
+        rows = {len(next(iter(call.args[0].values()))) for call in calls.values() if isinstance(call, partial)}
+        faster = OPENVINO if rows == {2} else ONNXRUNTIME
+        return {name: [TIMES[name] / (2 if name.startswith(faster) else 1)] for name in calls if name in TIMES} | {
+            name: [1.0] for name in calls if name not in TIMES
+        }
+
+    for module in (run_measure, rough_plan):
+        monkeypatch.setattr(module, "interleaved_latency", taken)
+    assert main(["run", "tiny.yaml", f"engine.optimize_for={goal}"]) == 0
+    record = read_record(at / "done/report.json")
+    assert record.choice is not None
+    assert record.latency is not None
+    assert [*record.choice.shapes] == shapes
+    # The table of speed has both sizes, whatever the goal is.
+    assert {record.latency.batch, *(other.batch for other in record.other_latencies)} == {1, 2}
+    assert record.latency.batch == int(shapes[0][0])
+    if chosen is not None:
+        assert record.choice.candidates[0].name == f"{chosen} int8"
 
 
 @pytest.mark.parametrize(("second", "again"), [(1.25, [{"a int8", "b int8"}]), (1.35, [])])
