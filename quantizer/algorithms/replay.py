@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from quantizer.observe.replay_batches import Batch, ReplayBatches
 from quantizer.observe.statistics import flat_output, floats, is_no_mask, padding_mask, without_padding
-from quantizer.plan.apply import apply_plan, switch_on
+from quantizer.plan.apply import apply_plan, float_weights, switch_on
 from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.proxy.call_numbers import current_call, numbered
 from quantizer.proxy.eager_attention import attention_of, observed_probabilities
+from quantizer.proxy.lower import with_kernels
 from quantizer.proxy.recorded_calls import RecordedCalls
 from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import CallOverride, Site
@@ -315,7 +316,7 @@ class OutputError:
             for name in [name for name in batches if name not in self._expected]:
                 self._expected[name] = _output(self._proxy.module, batches[name])
                 self._digests[name] = tensors_digest({"output": self._expected[name]})
-            with quantized(self._proxy, plan):
+            with quantized(self._proxy, plan), with_kernels(float_weights(self._proxy.module, plan)):
                 for name, batch in batches.items():
                     key = digest, name, self._digests[name]
                     if key not in self._known:

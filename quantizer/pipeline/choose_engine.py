@@ -208,7 +208,7 @@ def _time(
 _SCORED = 1.1
 """Latency relative to the fastest quantized candidate up to which another one is scored."""
 
-_FEW_ROUNDS, _ENOUGH_S = 4, 10.0
+_FEW_ROUNDS, _ENOUGH_S = 3, 10.0
 """Interleaved rounds that show which candidates are too slow, and the seconds after which no others follow."""
 
 

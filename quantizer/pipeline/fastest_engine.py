@@ -33,7 +33,7 @@ from quantizer.report import collect_machine, text
 from quantizer.report.record import TIE, Candidate, EngineChoice
 from quantizer.settings import settings_of
 from quantizer.tasks import Batch
-from quantizer.utils.cpu import cpu_flags, saturates
+from quantizer.utils.cpu import cpu_flags, has_vnni, saturates
 from quantizer.utils.distributed import alone, get_world_size
 from quantizer.utils.sizes import DataSizes
 
@@ -237,7 +237,7 @@ def _what_it_lacks() -> str:
     flags = cpu_flags()
     if saturates():
         return " has no VNNI, and needs several instructions for INT8"
-    if any("vnni" in flag for flag in flags):
+    if has_vnni():
         return " has VNNI"
     return " has no instructions for INT8: neither AVX2 nor VNNI" if flags and flags.isdisjoint(_INT8_FLAGS) else ""
 
@@ -295,9 +295,9 @@ def quantizer_of(config: RunConfig, calibrated: Calibrated) -> Quantizer:
 _FAR = 1.5
 """Slowdown for backends about which a rough plan says less."""
 
-_ROUNDS, _SECONDS = 6, 5.0
-"""Interleaved rounds of all engines at each size, and a time limit in seconds, which reduces the rounds of slow
-ones.
+_ROUNDS, _SECONDS, _WARMUP = 5, 5.0, 1
+"""Interleaved rounds of all engines at each size, a time limit in seconds, which reduces the rounds of slow ones, and
+rounds of warmup before.
 """
 
 
@@ -376,7 +376,7 @@ def too_slow(
     engines, latencies = {**rivals, name: engine}, []
     for batch in batches:
         calls = {key: partial(contender, engine_inputs(contender, batch)) for key, contender in engines.items()}
-        latencies.append(medians(interleaved_latency(calls, rounds=_ROUNDS, seconds=_SECONDS)))
+        latencies.append(medians(interleaved_latency(calls, rounds=_ROUNDS, warmup=_WARMUP, seconds=_SECONDS)))
     ratios = {key: geometric_mean(times[name] / times[key] for times in latencies) for key in rivals}
     best = max(rivals, key=lambda key: ratios[key])
     if ratios[best] < least:

@@ -42,14 +42,16 @@ from quantizer.utils.files import Store, scratch
 from quantizer.utils.lazy import import_library
 from quantizer.utils.sizes import DataSizes
 
-_ROUNDS, _SECONDS = 15, 6.0
-"""Interleaved rounds for the latency of two engines, and a time limit in seconds."""
+_ROUNDS, _SECONDS, _WARMUP = 15, 6.0, 3
+"""Interleaved rounds for the latency of two engines, a time limit in seconds, and rounds of warmup before."""
 
-_FEW_ROUNDS, _FEW_SECONDS = 5, 2.0
-"""The same if the latency only scales the times of layers."""
+_FEW_ROUNDS, _FEW_SECONDS, _FEW_WARMUP = 3, 2.0, 1
+"""The same with its rounds of warmup, if the latency only scales the times of layers."""
 
-_RUNS, _FEWEST_RUNS, _RUNS_S = 10, 3, 2.0
-"""Number of runs for the median time of a layer, its minimum, and a time limit in seconds."""
+_RUNS, _FEW_RUNS, _FEWEST_RUNS, _RUNS_S = 10, 5, 3, 2.0
+"""Number of runs for the median time of a layer, the same where no fallback depends on it, its minimum, and a time
+limit in seconds.
+"""
 
 _MEASUREMENTS, _MEASUREMENTS_S = 2, 5.0
 """Number of measurements, of which the lower time counts, and the seconds after which no other begins."""
@@ -120,7 +122,8 @@ class Timing:
             if number > 0 and (time.perf_counter() - begin > _MEASUREMENTS_S or not doubtful(lowest)):
                 break
             for name, files in engines.items():
-                runs = max(_FEWEST_RUNS, min(_RUNS, int(1e6 * _RUNS_S / latencies[name])))
+                most = _RUNS if self.exact or number > 0 else _FEW_RUNS
+                runs = max(_FEWEST_RUNS, min(most, int(1e6 * _RUNS_S / latencies[name])))
                 inspection = inspect_engine(
                     self.backend,
                     files.engine,
@@ -134,16 +137,17 @@ class Timing:
 
     def latencies(self, paths: Mapping[str, Path]) -> dict[str, float]:
         """Return the median latency of each engine in microseconds; see ``seconds``."""
-        rounds = (_ROUNDS, _SECONDS) if self.exact else (_FEW_ROUNDS, _FEW_SECONDS)
-        return {name: 1e6 * seconds for name, seconds in medians(self.seconds(paths, *rounds)).items()}
+        few = {"rounds": _FEW_ROUNDS, "limit": _FEW_SECONDS, "warmup": _FEW_WARMUP}
+        samples = self.seconds(paths) if self.exact else self.seconds(paths, **few)
+        return {name: 1e6 * seconds for name, seconds in medians(samples).items()}
 
     def seconds(
-        self, paths: Mapping[str, Path], rounds: int = _ROUNDS, limit: float = _SECONDS
+        self, paths: Mapping[str, Path], *, rounds: int = _ROUNDS, limit: float = _SECONDS, warmup: int = _WARMUP
     ) -> dict[str, list[float]]:
         """Return the seconds of each engine in interleaved rounds, on generated inputs; see ``interleaved_latency``."""
         engines = {name: self.load(path) for name, path in paths.items()}
         calls = {name: partial(engine, working_inputs(engine, self.sizes)) for name, engine in engines.items()}
-        return interleaved_latency(calls, rounds=rounds, seconds=limit)
+        return interleaved_latency(calls, rounds=rounds, warmup=warmup, seconds=limit)
 
 
 def time_groups_of(

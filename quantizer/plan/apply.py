@@ -192,8 +192,14 @@ def switch_on(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Store the quantized weights as integers in their sites; the modules keep their parameters."""
+    for _, quantizer, weight in float_weights(proxy, plan):
+        quantizer.store(weight)
+
+
+def float_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[Site, OperandQuantizer, Tensor]]:
+    """Yield site, quantizer and float value of each weight that the plan quantizes."""
     for site, quantizer, planned in planned_weights(proxy, plan):
-        quantizer.store(_weight(proxy, site, planned))
+        yield site, quantizer, _weight(proxy, site, planned)
 
 
 def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:

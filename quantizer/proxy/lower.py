@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,8 @@ from quantizer.proxy.integer_kernels import (
     Window,
 )
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.site import Site
+from quantizer.proxy.site import OUTPUT, Site
+from quantizer.utils.cpu import has_vnni
 from quantizer.utils.display import Rows
 
 # ruff: noqa: A002 - the names of torch's arguments
@@ -399,6 +401,39 @@ def lower(proxy: nn.Module, lowering: Lowering) -> nn.Module:
         if site.active:
             LoweredSite.of(site, lowering)
     return proxy
+
+
+@contextmanager
+def with_kernels(weights: Iterable[tuple[Site, OperandQuantizer, Tensor]]) -> Iterator[None]:
+    """Compute active sites of a proxy by integer kernels in the block, where there are any.
+
+    The results are those of simulated rounding up to the order of float sums, in a third of the time.
+
+    Args:
+        weights: site, quantizer and float value of each quantized weight of the proxy.
+    """
+    if not has_vnni():
+        # Without these instructions, products of bytes are not exact, or no faster than float.
+        yield
+        return
+    spend_deprecation_warning()
+    with ExitStack() as restored:
+        for site, quantizer, weight in weights:
+            call = CALLS.get(site.source.operation)
+            # Simulated lookups round only the rows that they read. A result with an output site is rounded as well.
+            multiplies = call is not None and call.activation is not None and OUTPUT not in site._modules
+            if site.active and multiplies and weight.device.type == _CPU:
+                restored.callback(_simulated, site, quantizer)
+                quantizer.store(weight)
+                LoweredSite.of(site, Lowering())
+        yield
+
+
+def _simulated(site: Site, quantizer: OperandQuantizer) -> None:
+    """Turn a lowered site into one that simulates rounding, and its weight into a float one."""
+    site.__class__, quantizer.stored = Site, None
+    for name in ("lowering", "chosen", "by_call", "_added", *_CHOSEN):
+        vars(site).pop(name, None)
 
 
 def _need_no_gradients(proxy: nn.Module) -> None:

@@ -53,14 +53,18 @@ def cpu_flags() -> set[str]:
     return set(info.get("flags", info.get("features", "")).split())
 
 
+def has_vnni() -> bool:
+    """Return whether this is an x86 CPU that multiplies bytes exactly, and faster than floats."""
+    return any("vnni" in flag for flag in cpu_flags())
+
+
 def saturates() -> bool:
     """Return whether this is an x86 CPU without VNNI; False if the flags are unknown.
 
     There, OpenVINO and ONNX Runtime multiply bytes by VPMADDUBSW, which adds two products in 16 bits and saturates. A
     linear with full INT8 ranges had an SQNR of 19 dB.
     """
-    flags = cpu_flags()
-    return "avx2" in flags and not any("vnni" in flag for flag in flags)
+    return "avx2" in cpu_flags() and not has_vnni()
 
 
 COMPILED = "compiled.pt2"

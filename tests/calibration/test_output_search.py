@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Mlp
+from helpers import ConvNet, Mlp
 from torch import Tensor, nn
 from toy_nets import linear, net
 
@@ -21,6 +21,7 @@ from quantizer.algorithms.replay import OutputError
 from quantizer.observe.calibrators import Estimate
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan, plan_digest
+from quantizer.proxy.lower import LoweredSite
 
 NO_RESIDUAL = {"residual_add": False}
 
@@ -255,6 +256,25 @@ def test_a_plan_that_cannot_win_is_not_measured_to_the_end(ran: list[bytes]) -> 
     assert len(ran) == 8 + 8
     assert 1e-9 < part < whole
     assert OutputError(session._proxied).of_all_ranks(q.plan, kept, limit=whole) == whole
+
+
+@pytest.mark.parametrize("make", [Mlp, ConvNet])
+def test_the_error_is_that_of_simulated_rounding_where_integer_kernels_measure_it(
+    make: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    batches = [torch.randn(4, 3, 16, 16) for _ in range(3)] if make is ConvNet else data(3)
+    q = calibrated(model, batches, preset="plain", backend="openvino")
+    session = q._session.calibration
+    assert session is not None
+    measured = [OutputError(session._proxied).of_all_ranks(q.plan, _kept(batches))]
+    monkeypatch.setattr("quantizer.proxy.lower.has_vnni", lambda: False)
+    measured.append(OutputError(session._proxied).of_all_ranks(q.plan, _kept(batches)))
+    assert measured[1] > 0
+    assert measured[0] == pytest.approx(measured[1], rel=0.01)
+    # The proxy of the calibration simulates rounding again.
+    assert not [site for site in session._proxied.sites if isinstance(site, LoweredSite) or site.active]
 
 
 def test_no_batch_runs_twice_in_float_or_with_one_plan(ran: list[bytes]) -> None:

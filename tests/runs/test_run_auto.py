@@ -249,7 +249,7 @@ def test_slow_candidates_are_timed_in_few_rounds(
     graphs: Any = SimpleNamespace(timed=lambda _: torch.nn.Identity())
     shapes = pick._time(correct, [], [{"x": torch.zeros(4, 3)}], 1, graphs)
     assert shapes == ["batch 4"]
-    assert asked == [(4, {*times}), *((15, names) for names in again)]
+    assert asked == [(3, {*times}), *((11, names) for names in again)]
     assert {name: entry.candidate.milliseconds for name, entry in correct.items()} == {
         name: (time,) for name, time in times.items()
     }
