@@ -137,8 +137,10 @@ class Timing:
 
     def latencies(self, paths: Mapping[str, Path]) -> dict[str, float]:
         """Return the median latency of each engine in microseconds; see ``seconds``."""
-        few = {"rounds": _FEW_ROUNDS, "limit": _FEW_SECONDS, "warmup": _FEW_WARMUP}
-        samples = self.seconds(paths) if self.exact else self.seconds(paths, **few)
+        if self.exact:
+            samples = self.seconds(paths)
+        else:
+            samples = self.seconds(paths, rounds=_FEW_ROUNDS, limit=_FEW_SECONDS, warmup=_FEW_WARMUP)
         return {name: 1e6 * seconds for name, seconds in medians(samples).items()}
 
     def seconds(

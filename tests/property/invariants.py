@@ -277,8 +277,9 @@ def copies_are_the_same(drawn: DrawnModel, folder: Path) -> None:
 def _output_or_error(drawn: DrawnModel, model: nn.Module) -> Any:
     try:
         return _outputs(drawn, model)
-    except RuntimeError as error:
-        # A type that forward writes out does not go with another one, in the original either.
+    except (RuntimeError, ValueError) as error:
+        # A type that forward writes out does not go with another one, in the original either; nor does a batch norm in
+        # train mode with one value per channel.
         return type(error).__name__
 
 
@@ -433,7 +434,10 @@ def engine_follows(drawn: DrawnModel, backend: str, folder: Path) -> None:
     engine = load_engine(backend, build_engine(backend, file, folder / "model.engine", options).path)
     batches = list(_batches_for(drawn, engine))
     plain, expected = (reference_outputs(one, batches, engine.output_names, apart=False) for one in (model, frozen))
-    check_engine(engine, expected, plain, tolerance(None, quantized=True, float_dtype=torch.float32))
+    if any(not values.any() for reference in plain for values in reference.outputs.values()):
+        _count("an output is zero for all samples, so that rounding is all that an engine has in it")
+    else:
+        check_engine(engine, expected, plain, tolerance(None, quantized=True, float_dtype=torch.float32))
     _threads_get_their_own(engine, batches)
 
 
