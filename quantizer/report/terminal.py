@@ -50,10 +50,13 @@ def print_choice(choice: EngineChoice, console: Console) -> None:
     table = choice_table(choice, page=False).terminal(titled=False, compact=True)
     table.columns[0].no_wrap = True
     console.print(table)
+    names_of: dict[str, list[str]] = {}
     for candidate in choice.candidates:
         if candidate.verdict != text.short_verdict(candidate.verdict):
-            # Not wrapped: a reason may hold a path.
-            console.print(Text(f"{candidate.name}: {candidate.verdict}"), soft_wrap=True)
+            names_of.setdefault(candidate.verdict, []).append(candidate.name)
+    for verdict, names in names_of.items():
+        # Not wrapped: a reason may hold a path.
+        console.print(Text(f"{', '.join(names)}: {verdict}"), soft_wrap=True)
     print_lines(missing_lines(choice), console, first="")
 
 

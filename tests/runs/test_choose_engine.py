@@ -262,3 +262,11 @@ def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not tried, because it is not installed: c: pip install 'enginequant[c]'" in said
     lines = said.splitlines()
     assert all(any(one.name in line and one.verdict in line for line in lines) for one in choice.candidates)
+
+
+def test_candidates_with_one_reason_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    late = "not built: the time budget of 60 s was over"
+    tried = [A_INT8, *(_candidate("b", name, verdict=late) for name in ("float32", "int8"))]
+    print_choice(choose(tried, SHAPES, ()), Console(width=80))
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if late in one]
+    assert line == f"{tried[1].name}, {tried[2].name}: {late}"
