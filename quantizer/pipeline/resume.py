@@ -61,7 +61,7 @@ def resume_files(
         yield files
     except KeyboardInterrupt as stop:
         existing = [
-            f"the {what} so far are kept in {path}" for path, what in used.items() if path is not None and path.exists()
+            f"the {what} are kept in {path}" for path, what in used.items() if path is not None and path.exists()
         ]
         # An interrupt with a message came after the work was complete.
         if existing and not stop.args:

@@ -155,7 +155,7 @@ class Workload:
 
         def tell(calibration: str) -> None:
             others = f", {counted(kept.engines.count, 'other result')}" if kept.engines.count else ""
-            timer.tell(f"resumes: {calibration}{others} from {kept.calibration.folder}")
+            timer.say(f"  resumes: {calibration}{others} from {kept.calibration.folder}")
 
         quantizer.calibrate(self.context.model, batches, split=True, cache=kept.calibration.folder, tell=tell)
 
