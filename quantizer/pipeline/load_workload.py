@@ -136,5 +136,5 @@ def shared_work(folder: Path) -> Iterator[LoadedWork]:
 
 
 def calibrations_of(folder: Path) -> Store:
-    """Return the store of the calibrations of a sweep's runs, which are removed when all runs are complete."""
+    """Return the store of the calibrations of a sweep's runs, which are removed when the sweep ends."""
     return Store(folder / "resume")

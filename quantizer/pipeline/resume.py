@@ -25,7 +25,7 @@ class ResumeFiles:
         scores: scores of a search.
         training: the folder with training checkpoints.
         times: measured latencies, which remain for later runs.
-        engines: candidate engines and their scores.
+        engines: exported ONNX files, candidate engines and their scores.
         calibration: the calibration and the choices of its plans; for the runs of a sweep, of all runs together.
     """
 

@@ -449,8 +449,7 @@ def carry_out_sweep(
         outcomes = _carried_out(todo, folder, force, jobs, launcher, console)
     except KeyboardInterrupt as stop:
         raise type(stop)(f"{_progress(runs, folder)}; run the same command again to continue") from stop
-    if all(outcome.error is None for outcome in outcomes):
-        calibrations_of(folder).clear()
+    calibrations_of(folder).clear()
     ended = {outcome.name: outcome for outcome in outcomes}
     ended |= {name: Outcome(name, fault) for name, fault in ready.faults.items()}
     comparison = compare([_compared(run, folder, ended.get(run.name, Outcome(run.name, None))) for run in runs])
