@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from quantizer.proxy.lower import Kernels, Lowering, kernels_of, lower
 from quantizer.settings import settings_of
 from quantizer.utils.batches import batches_of, doubts_of_calibration, run_batches, warn_user
 from quantizer.utils.distributed import all_reduce_sum, get_world_size
+from quantizer.utils.files import Store
 from quantizer.utils.sizes import DataSizes
 from quantizer.utils.torch_modes import ordinary_tensors
 
@@ -128,6 +129,8 @@ class Quantizer:
         resume: bool = False,
         progress: bool | None = None,
         split: bool = False,
+        cache: str | os.PathLike[str] | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> nn.Module:
         """Calibrate on ``batches`` without gradients, and return the proxy of ``calib(model)``.
 
@@ -150,10 +153,17 @@ class Quantizer:
             resume: continue the last calibration, as in ``calib``.
             progress: whether to show a progress bar; None: only in a terminal.
             split: all ranks of ``torch.distributed`` get the same batches, and each rank runs its share of them.
+            cache: a folder that stores the calibration and the choices of its plans, so that an interrupted program can
+                continue. They are reused for the same weights, code, data and configuration. All batches are held in
+                memory then. Several ranks store nothing.
+            tell: a callback with the names of the results that are reused from ``cache``.
 
         Raises:
-            CalibrationError: the data is empty, a batch does not run through the model, or values are NaN.
+            CalibrationError: the data is empty, a batch does not run through the model, or values are NaN. Or ``cache``
+                is no folder for such results, or is used with ``resume``.
         """
+        if resume and cache is not None:
+            raise CalibrationError("calibrate(resume=True) continues in memory, so it takes no cache: pass one of them")
         with ordinary_tensors():
             with nullcontext() if resume else self._session.restored_on_failure():
                 proxy = self.calib(model, resume=resume)
@@ -161,7 +171,15 @@ class Quantizer:
                 assert calibration is not None
                 distribution = calibration.dealt()
                 is_mine = distribution.is_mine if split else lambda batch: True
-                count = run_batches(proxy, batches, progress, samples=samples, doubt=True, is_mine=is_mine)
+                is_stored = False
+                if cache is not None and get_world_size() == 1:
+                    batches = list(batches_of(proxy, batches, samples))
+                    is_stored = calibration.restore_from(Store(cache, CalibrationError), batches, tell)
+                if is_stored:
+                    count = len(batches)
+                else:
+                    count = run_batches(proxy, batches, progress, samples=samples, doubt=True, is_mine=is_mine)
+                    calibration.store_statistics()
                 # Without ``split`` a rank may have no data, and not call this at all.
                 all_ranks_call = split or get_world_size() == 1
                 if count == 0 and all_ranks_call:

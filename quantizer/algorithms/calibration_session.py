@@ -6,14 +6,15 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.algorithm import Proxied, Work, proxied_copy
+from quantizer import __version__
+from quantizer.algorithms.algorithm import Proxied, Work, algorithms, proxied_copy
 from quantizer.algorithms.bias_correction import BiasCorrection
 from quantizer.algorithms.make_plan import make_observation, make_plan, needs_batches, replays_batches
 from quantizer.algorithms.replay import other_attention_error
@@ -23,15 +24,20 @@ from quantizer.errors import CalibrationError
 from quantizer.observe.completeness import CountedProduct
 from quantizer.observe.float16_modules import Float32Modules
 from quantizer.observe.observation import Observation
-from quantizer.observe.replay_batches import Batch, DealtBatches, ReplayBatches, in_types
+from quantizer.observe.replay_batches import Batch, DealtBatches, ReplayBatches, batch_hash, in_types
 from quantizer.observe.snapshot import restored, snapshot
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
+from quantizer.proxy.build import source_diff
 from quantizer.proxy.model_sharing import LocalHook, OwnBuffers
 from quantizer.proxy.weight import named_tensors
-from quantizer.utils.batches import copied, warn_user
+from quantizer.utils.batches import arguments, copied, doubts_of_batch, warn_user
+from quantizer.utils.content import content_digest
 from quantizer.utils.distributed import all_gather_bytes, get_rank, get_world_size
+from quantizer.utils.files import NO_STORE, Store
 from quantizer.utils.fingerprint import Fingerprint, changed_types, tensor_version, warn_of_other_weights
+from quantizer.utils.sizes import input_shapes
+from quantizer.utils.torch_modes import as_ordinary
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +65,12 @@ class _Decided:
 
 _SHOWN = 3
 """The number of operands that a warning names."""
+
+_STATISTICS = ("statistics",)
+"""The key of the statistics in a store."""
+
+Tell = Callable[[str], None]
+"""A callback with a line for the user."""
 
 
 class CalibrationSession:
@@ -116,6 +128,7 @@ class CalibrationSession:
         # The model may be trained between batches: the proxy copies its current buffers.
         self._buffers = OwnBuffers(self.proxy, model)
         self._observation.attach(self.proxy, self._buffers.refresh)
+        self._store = NO_STORE
         self._gathered: tuple[int, Seen] | None = None
         self._decided: _Decided | None = None
         self._warned = False
@@ -139,6 +152,50 @@ class CalibrationSession:
     def dealt(self) -> DealtBatches:
         """Return the object that distributes batches which all ranks receive alike."""
         return DealtBatches(lambda: self._observation.seen.kept)
+
+    def restore_from(self, cache: Store, batches: Sequence[Any], tell: Tell | None) -> bool:
+        """Take the statistics of earlier passes of all batches from a store; return False if it has none.
+
+        From now on, the choices of all plans of this calibration are read from the store and written to it, also those
+        of other backends.
+        """
+        self._store = cache.under(*self._key(batches))
+        seen = self._observation.seen
+        if seen.kept is not None:
+            seen.kept.known = replace(seen.kept.known, store=self._store)
+        if not batches or (statistics := self._store.find_bytes(_STATISTICS)) is None:
+            return False
+        if tell is not None:
+            plans = self._store.count - 1
+            tell(f"calibration, {plans} plan{'' if plans == 1 else 's'}")
+        seen.add(_restored(statistics, self.proxy, self._observation))
+        calls = [arguments(as_ordinary(batch)) for batch in batches]
+        if (kept := seen.kept) is not None:
+            for call in calls:
+                if (new_batch := kept.wanted(*call)) is not None:
+                    kept.keep(*new_batch)
+        args, keywords = calls[0]
+        seen.inputs = seen.inputs or (input_shapes(self.proxy.forward, args, keywords),)
+        self._first = copied(args, keywords)
+        self.fingerprint, self._weights_noted = Fingerprint.of(self.proxy), True
+        warn_user(doubts_of_batch(batches[0]))
+        return True
+
+    def store_statistics(self) -> None:
+        """Write the statistics to the store of ``restore_from``, if it was called."""
+        if self.has_begun and self._store.folder is not None:
+            self._store.put_bytes(_STATISTICS, self.seen())
+
+    def _key(self, batches: Sequence[Any]) -> list[object]:
+        """Return all that statistics and plans depend on: versions, settings, weights, code and batches."""
+        settings, model = self._proxied.settings, self._model()
+        assert model is not None
+        added = [(name, algorithms[name]) for name in algorithms]
+        code = content_digest(model, type(settings.make_calibrator()), added)
+        # The rewriting of the source also depends on registered operations and patches.
+        changes = source_diff(model)
+        hashes = [batch_hash(arguments(as_ordinary(batch))).hex() for batch in batches]
+        return ["calibration", __version__, torch.__version__, settings.text, code, changes, *hashes]
 
     @property
     def has_new(self) -> bool:

@@ -29,6 +29,7 @@ from quantizer.observe.observation import Observation
 from quantizer.observe.replay_batches import Enough, Known, ReplayBatches
 from quantizer.observe.snapshot import snapshot
 from quantizer.observe.statistics import Seen
+from quantizer.observe.stored_choices import choices_bytes, restored_choices
 from quantizer.plan.site_plan import Plan, plan_digest
 from quantizer.utils.distributed import get_world_size
 from quantizer.utils.fingerprint import Fingerprint, tensors_digest
@@ -122,7 +123,7 @@ def make_plan(proxy: Proxied, observed: Seen) -> Plan:
     """Return the plan of a calibrated proxy, after all algorithms that the settings request.
 
     Their choices are recorded in the statistics, and made again after more data. This runs the proxy, so pause its
-    observation first. Choices for another backend with equivalent plans are reused.
+    observation first. Choices for another backend with equivalent plans are reused, and so are stored choices.
     """
     work, settings, digest = Work.of(proxy, observed), proxy.settings, None
     known = Known() if observed.kept is None else observed.kept.known
@@ -133,18 +134,34 @@ def make_plan(proxy: Proxied, observed: Seen) -> Plan:
         if is_due:
             observed.forget_choices()
         plan = work.plan()
-        if is_due:
+        if is_due or (known.store.folder is not None and _needs_shifts(settings, observed)):
             digest = _digest(plan, work)
-            if digest in known.choices:
-                observed.take_choices(known.choices[digest])
-                plan = work.plan()
-            else:
-                plan = _run_algorithms(_choices(settings), plan, work)
+        if digest is not None and (chosen := _known_choices(known, digest, work)) is not None:
+            observed.take_choices(chosen)
+            plan = work.plan()
+        elif is_due:
+            plan = _run_algorithms(_choices(settings), plan, work)
+        if is_due:
             observed.chosen_at, observed.rounding = observed.batches, None
         plan = _run_algorithms(_afterwards(settings), plan, work)
     if digest is not None and digest not in known.choices:
         known.keep(digest, observed)
+        if known.store.folder is not None:
+            known.store.put_bytes([digest], choices_bytes(observed))
     return plan
+
+
+def _needs_shifts(settings: Settings, observed: Seen) -> bool:
+    """Return whether shifts of biases are due."""
+    return bool(_afterwards(settings)) and (observed.bias_shifts is None or observed.bias_shifts[0] != observed.batches)
+
+
+def _known_choices(known: Known, digest: str, work: Work) -> Seen | None:
+    """Return the choices of an earlier plan with equal inputs, from memory or from the store; None without any."""
+    if digest not in known.choices and (data := known.store.find_bytes([digest])) is not None:
+        paths, make = work.observed.records.keys(), work.settings.make_calibrator
+        known.keep(digest, restored_choices(data, work.proxy.module, paths, make))
+    return known.choices.get(digest)
 
 
 def _run_algorithms(requested: Mapping[str, Algorithm], plan: Plan, work: Work) -> Plan:

@@ -18,6 +18,7 @@ from torch import Tensor
 from quantizer.errors import CalibrationError
 from quantizer.utils.batches import arguments, copied
 from quantizer.utils.distributed import all_gather_bytes, get_rank, get_world_size, is_mine
+from quantizer.utils.files import NO_STORE, Store
 from quantizer.utils.structure import leaves, mapped
 
 if TYPE_CHECKING:
@@ -55,10 +56,12 @@ class Known:
     Attributes:
         errors: the errors of their outputs, see ``OutputError``.
         choices: statistics with all choices made by running the batches, by a digest of their inputs.
+        store: stores the choices, so that an interrupted command resumes with them.
     """
 
     errors: dict[tuple[str, Hashable, str], float] = field(default_factory=dict)
     choices: dict[str, Seen] = field(default_factory=dict)
+    store: Store = NO_STORE
 
     def keep(self, digest: str, chosen: Seen) -> None:
         """Store choices, and remove choices of an earlier state of the calibration."""
@@ -136,7 +139,7 @@ class ReplayBatches:
 
     def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
         """Return the hash and a copy of a batch if it should be stored, else None; call before the model runs."""
-        key = _hash((args, dict(keywords)))
+        key = batch_hash((args, dict(keywords)))
         rows = {stored: _rows(batch) for stored, batch in self._kept.items()}
         if key in rows or key not in _chosen_keys({**rows, key: _rows((args, keywords))}, self._enough):
             return None
@@ -219,7 +222,7 @@ class DealtBatches:
                     "split=True, use batches of tensors and plain values, or remove split=True so that each rank runs "
                     "its own batches"
                 )
-        self._received.update(_hash((args, keywords)))
+        self._received.update(batch_hash((args, keywords)))
         self._count += 1
         if is_mine(self._count - 1):
             return True
@@ -282,7 +285,8 @@ def _gathered(kept: Mapping[bytes, Batch]) -> list[dict[bytes, int]]:
     ]
 
 
-def _hash(batch: Any) -> bytes:
+def batch_hash(batch: Any) -> bytes:
+    """Return a hash of the content of a batch; an object of unknown content equals no other."""
     digest = hashlib.blake2b(digest_size=_DIGEST)
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):

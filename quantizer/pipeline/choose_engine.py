@@ -384,7 +384,7 @@ class _CandidateBuilder:
             if variant.dynamic:
                 require_sites(self.quantizers[key])
             proxy = self.quantizers[key].quantize(self._context.model)
-            export_quantized(self.quantizers[key], graphs, proxy, files, opset)
+            export_quantized(self.quantizers[key], graphs, proxy, files, opset, self._kept)
             self._frozen[key] = proxy
         return self._frozen[key], files
 

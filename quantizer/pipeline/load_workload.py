@@ -95,9 +95,10 @@ def needs(config: RunConfig) -> str:
 class LoadedWork:
     """Loader of the workloads of consecutive runs; it keeps the last model and its samples in memory."""
 
-    def __init__(self, floats: Store, times: Store) -> None:
+    def __init__(self, floats: Store, times: Store, calibration: Store) -> None:
         self._floats = floats
         self._times = times
+        self._calibration = calibration
         self._needs: str | None = None
         self._work: Workload | None = None
 
@@ -118,8 +119,9 @@ class LoadedWork:
             self._needs = needs(config)
         assert self._work is not None
         work = self._work
-        # All runs share measured times, so that an engine of the same plan is not timed again.
-        kept, floats = replace(kept, times=self._times), self._floats.under(self._needs)
+        # All runs share measured times, so that an engine of the same plan is not timed again, and calibrations.
+        kept = replace(kept, times=self._times, calibration=self._calibration)
+        floats = self._floats.under(self._needs)
         context = replace(work.context, timer=timer, resume=kept, floats=floats)
         scorer = work.scorer.for_run(work.graphs.scored(context), config.report.bootstrap, target)
         workload = workload_of(config, context, work.graphs, work.examples, scorer)
@@ -130,4 +132,9 @@ class LoadedWork:
 def shared_work(folder: Path) -> Iterator[LoadedWork]:
     """Yield the loader of a sweep's runs; remove their shared files at the end, or after a kill in the next sweep."""
     with temporary_beside(folder / "shared") as scratch:
-        yield LoadedWork(Store(scratch), Store(folder / "times"))
+        yield LoadedWork(Store(scratch), Store(folder / "times"), calibrations_of(folder))
+
+
+def calibrations_of(folder: Path) -> Store:
+    """Return the store of the calibrations of a sweep's runs, which are removed when the sweep ends."""
+    return Store(folder / "resume")

@@ -60,7 +60,7 @@ from quantizer.report.tables import plain_text
 from quantizer.tasks import Batch
 from quantizer.utils.batches import warn_user
 from quantizer.utils.distributed import alone
-from quantizer.utils.files import scratch_folder, write_folder
+from quantizer.utils.files import Store, scratch_folder, write_folder
 from quantizer.utils.lazy import once_property
 from quantizer.utils.paths import is_file
 from quantizer.utils.sizes import BATCH, SEQUENCE, DataSizes
@@ -245,6 +245,7 @@ def quantize_model(
     progress: bool | None = None,
     fallback: Mapping[str, Any] | None = None,
     diagnose: bool = False,
+    store: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> QuantizedModel:
     """Quantize a module for the fastest correct engine on this machine, and measure the result.
@@ -282,6 +283,9 @@ def quantize_model(
             ``result.quantizer.clear_fallback()`` quantizes them again.
         diagnose: also find the groups that cost most accuracy, with fixes, and measure sensitivity and memory. Default:
             only when ``result.diagnose()`` is called.
+        store: a folder for the calibration, the plans, the engines and the scores of a search while the call works.
+            After an interrupt, a kill or an error, the same call resumes from them. Changed weights, code, samples or
+            settings are computed again. Success removes them. One call at a time uses a folder.
         settings: fields of the configuration, such as ``backend="openvino"`` or ``exclude={"names": ["head"]}``, which
             leaves modules out before calibration.
 
@@ -294,8 +298,10 @@ def quantize_model(
         CalibrationError: there is no data, or a batch does not fit the model's arguments.
         TaskError: the model fails on the first batch.
         EngineError: no engine is correct and runs on this machine, or the engine of the named backend is wrong.
-        QuantizerError: an ONNX file cannot be read, or the model cannot be exported.
+        QuantizerError: an ONNX file cannot be read, the model cannot be exported, or ``store`` is a file, is not
+            writable or contains other files.
     """
+    kept = Store(store).folder
     with ordinary_tensors():
         model = _float_model(model)
         quantizer_settings = _configured(config, settings)
@@ -312,15 +318,21 @@ def quantize_model(
             scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=higher_is_better)
             work = partial(module_workload, float_model, run_config.model.source, batches, scorer)
             with alone():
-                record = carry_out(run_config, folder, False, console_of(progress), work, scored=score is not None)
+                console, scored = console_of(progress), score is not None
+                record = carry_out(run_config, folder, False, console, work, scored=scored, store=kept)
             assert record is not None
             if record.engine_refused is not None:
                 raise EngineError(refusal(record.engine_refused))
             run_config = with_backend(run_config, str(record.config["quantizer"]["backend"]))
             return QuantizedModel(float_model, call, record, folder, run_config, batches)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(parent)
+            if isinstance(error, KeyboardInterrupt) and kept is None and not error.args:
+                raise type(error)(_NOTHING_KEPT) from error
             raise
+
+
+_NOTHING_KEPT = "nothing is kept; with store=FOLDER, the same call resumes after an interrupt"
 
 
 def _configured(

@@ -81,7 +81,7 @@ def convert(configs: Sequence[RunConfig], folder: Path, force: bool, console: Co
         timer = StageTimer(console, Outlook(names, _earlier(resolved, folder)))
         # Inside the folder, so that both are removed together after a kill.
         with tempfile.TemporaryDirectory(dir=target) as scratch:
-            shared = LoadedWork(Store(scratch), kept.times)
+            shared = LoadedWork(Store(scratch), kept.times, kept.calibration)
             for config, candidates in resolved:
                 # A single run has no other run to share its float engine and calibration with.
                 load = partial(configured_workload, config, ready[0].examples)
@@ -106,18 +106,27 @@ def convert(configs: Sequence[RunConfig], folder: Path, force: bool, console: Co
 
 
 def carry_out(
-    config: RunConfig, folder: Path, force: bool, console: Console, load: Load, *, scored: bool | None = None
+    config: RunConfig,
+    folder: Path,
+    force: bool,
+    console: Console,
+    load: Load,
+    *,
+    scored: bool | None = None,
+    store: Path | None = None,
 ) -> RunRecord | None:
     """Carry out a run of any workload, and return its record; see ``run`` for errors.
 
-    All processes must call this; only the first one gets the record. ``scored`` is as in ``Outline.of``.
+    All processes must call this; only the first one gets the record. ``scored`` is as in ``Outline.of``, ``store`` as
+    in ``resume_files``.
     """
     config, candidates = _resolved(config)
     check_run(config)
     restore_folder(folder)
     checked_folder(folder, RUN, replace=force)
     require_sole_writer(folder)
-    with _resume(folder, [(config, candidates)]) as kept, new_folder(folder, kind=RUN, replace=force) as target:
+    resume = _resume(folder, [(config, candidates)], store)
+    with resume as kept, new_folder(folder, kind=RUN, replace=force) as target:
         names = list(_names(config, candidates, scored))
         earlier = earlier_run(config, folder, chooses=candidates is not None)
         timer = StageTimer(console, Outlook(names, earlier))
@@ -135,18 +144,18 @@ def _resolved(config: RunConfig) -> tuple[RunConfig, Sequence[str] | None]:
 
 
 def _resume(
-    folder: Path, resolved: Sequence[tuple[RunConfig, Sequence[str] | None]]
+    folder: Path, resolved: Sequence[tuple[RunConfig, Sequence[str] | None]], store: Path | None = None
 ) -> AbstractContextManager[ResumeFiles]:
     """Return the files from which the same command resumes."""
     configs = [config for config, _ in resolved]
-    # The result of a Python module is written to a temporary folder, so there is nothing to resume.
-    keeps = any(candidates is not None and config.model.task != MODULE for config, candidates in resolved)
     searches = any(config.fallback is not None and config.fallback.max_drop is not None for config in configs)
     return resume_files(
         folder,
         searches=searches,
         trains=any(config.qat is not None for config in configs),
-        chooses=keeps,
+        # The result of a Python module is written to a temporary folder, next to which nothing is found again.
+        keeps=any(config.model.task != MODULE for config in configs),
+        store=store,
     )
 
 

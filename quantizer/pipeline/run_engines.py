@@ -20,10 +20,12 @@ from quantizer.pipeline.compare_outputs import OnlySizes
 from quantizer.pipeline.context import RunContext, Runnable
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
 from quantizer.pipeline.time_groups import EngineFiles, Timing
+from quantizer.plan.site_plan import plan_digest
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_versions
+from quantizer.utils.content import content_digest
 from quantizer.utils.cpu import cpu_flags, is_untrusted
-from quantizer.utils.files import Store
+from quantizer.utils.files import NO_STORE, Store
 from quantizer.utils.files.store import copy_file
 
 _STEMS = {"float": FLOAT_STEM, "engine": QUANTIZED_STEM}
@@ -106,7 +108,9 @@ class RunEngines:
                 export_float(self._context, graphs, graph, opset, self.files("float", graph).onnx)
             if "engine" in missing:
                 places = {graph: self.files("engine", graph).onnx for graph in graphs.names}
-                export_quantized(quantizer, graphs, quantized, places, opset)
+                # A plan does not identify trained weights.
+                kept = NO_STORE if trained else self._context.resume.engines
+                export_quantized(quantizer, graphs, quantized, places, opset, kept)
         self._build_files(missing)
         self._in_float = in_float
         return self.built
@@ -220,12 +224,31 @@ def _together(results: list[BuildResult]) -> BuildResult:
 
 
 def export_quantized(
-    quantizer: Quantizer, graphs: Graphs, quantized: nn.Module, places: Mapping[str, Path], opset: int
+    quantizer: Quantizer, graphs: Graphs, quantized: nn.Module, places: Mapping[str, Path], opset: int, kept: Store
 ) -> None:
-    """Write the ONNX file of each graph of a frozen model."""
+    """Write the ONNX file of each graph of a frozen model, or a copy of an earlier export from the same plan."""
+    model = graphs.context.model
+    plan: list[object] = []
+    if kept.folder is not None:
+        plan = [
+            quantizer.config.model_dump_json(),
+            quantizer.diff(model),
+            plan_digest(quantizer.plan),
+            quantizer.coverage.regions,
+        ]
     for graph, place in places.items():
-        module, axes = graphs.modules(quantized)[graph], graphs.axes(graph)
-        quantizer.export(module, place, graphs.example(graph), opset=opset, dynamic_axes=axes)
+        module, axes, example = graphs.modules(quantized)[graph], graphs.axes(graph), graphs.example(graph)
+
+        def export(module: nn.Module = module, place: Path = place, axes: Any = axes, example: Any = example) -> None:
+            quantizer.export(module, place, example, opset=opset, dynamic_axes=axes)
+
+        _export_once(kept, model, [graph, opset, axes, example, *plan], export, place)
+
+
+def _export_once(kept: Store, model: nn.Module, inputs: list[object], export: Callable[[], None], path: Path) -> None:
+    """Write an ONNX file of a model with ``export``, or copy an earlier one from the same inputs."""
+    key = [] if kept.folder is None else ["onnx", collect_versions(), content_digest(model, inputs)]
+    kept.get(key, export, path)
 
 
 def export_float(
@@ -240,7 +263,11 @@ def export_float(
                 copy_file(earlier, path)
             return
         module, example, axes = graphs.modules(context.model)[graph], graphs.example(graph), graphs.axes(graph)
-        export_onnx(module, path, example, opset=opset, dtype=dtype, axes=axes)
+
+        def export() -> None:
+            export_onnx(module, path, example, opset=opset, dtype=dtype, axes=axes)
+
+        _export_once(context.resume.engines, context.model, [graph, opset, axes, example, dtype], export, path)
         context.exported[options] = path
 
     context.floats.get([options], export, path)

@@ -33,7 +33,7 @@ from quantizer.config.sweep import SweepRun
 from quantizer.errors import ConfigError, MissingDependencyError, QuantizerError
 from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.latency_fallback import missed_speed
-from quantizer.pipeline.load_workload import LoadedWork, needs, shared_work
+from quantizer.pipeline.load_workload import LoadedWork, calibrations_of, needs, shared_work
 from quantizer.pipeline.preflight import ready_to_run
 from quantizer.pipeline.preflight_checks import ReadCache, require_package
 from quantizer.pipeline.progress import StageTimer, rounded_time
@@ -449,6 +449,7 @@ def carry_out_sweep(
         outcomes = _carried_out(todo, folder, force, jobs, launcher, console)
     except KeyboardInterrupt as stop:
         raise type(stop)(f"{_progress(runs, folder)}; run the same command again to continue") from stop
+    calibrations_of(folder).clear()
     ended = {outcome.name: outcome for outcome in outcomes}
     ended |= {name: Outcome(name, fault) for name, fault in ready.faults.items()}
     comparison = compare([_compared(run, folder, ended.get(run.name, Outcome(run.name, None))) for run in runs])

@@ -24,6 +24,7 @@ from quantizer.pipeline.search_max_drop import EngineBudget
 from quantizer.proxy.restored_state import untouched
 from quantizer.quantizer import Quantizer
 from quantizer.report import ModelInfo, Score
+from quantizer.report.text import counted
 from quantizer.settings import settings_of
 from quantizer.tasks import Batch, Example
 from quantizer.tasks.datasets.examples import content_of
@@ -132,7 +133,7 @@ class Workload:
         """
         model = self.context.model
         if self.shared is None:
-            quantizer.calibrate(model, batches, split=True)
+            self._calibrate_once(quantizer, batches)
             return
         if (place := self.shared.place(quantizer)) is None:
             own, settings = Quantizer(quantizer.config), settings_of(quantizer.config)
@@ -143,10 +144,20 @@ class Workload:
                     own.inherit(known)
                     break
             else:
-                own.calibrate(model, batches)
+                self._calibrate_once(own, batches)
             place = len(self.shared.calibrated)
             self.shared.calibrated.append(own)
         quantizer.inherit(self.shared.calibrated[place])
+
+    def _calibrate_once(self, quantizer: Quantizer, batches: Sequence[Batch]) -> None:
+        """Calibrate a quantizer, or take the calibration of an interrupted command."""
+        kept, timer = self.context.resume, self.context.timer
+
+        def tell(calibration: str) -> None:
+            others = f", {counted(kept.engines.count, 'other result')}" if kept.engines.count else ""
+            timer.say(f"  resumes: {calibration}{others} from {kept.calibration.folder}")
+
+        quantizer.calibrate(self.context.model, batches, split=True, cache=kept.calibration.folder, tell=tell)
 
     def amp(self, quantizer: Quantizer, settings: str, measure: Callable[[Quantizer], nn.Module]) -> nn.Module:
         """Return the amp proxy of a quantizer, or an earlier one with equal configuration and settings."""

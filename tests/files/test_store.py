@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.utils.files import NO_STORE, Store
+from quantizer.utils.files import store as store_file
 
 KEY = ("engine", 2, {"samples": 3})
 
@@ -124,7 +126,9 @@ def _deep(entry: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [_emptied, _other_value, _other_file, _one_file_less, _one_file_more, _no_record, _a_pipe, _deep]
 )
-def test_what_is_damaged_is_made_again(store: Store, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_what_is_damaged_is_made_again(
+    store: Store, tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "engine"
     make = Making(path=path)
     store.get(KEY, make, path)
@@ -133,9 +137,55 @@ def test_what_is_damaged_is_made_again(store: Store, tmp_path: Path, damage: Cal
     damage(entry)
     assert store.get(KEY, make, path) == 0.1
     assert make.calls == 2
+    assert f"a stored result is damaged, so it is made again: {entry}" in caplog.text
     assert store.get(KEY, make, path) == 0.1
     assert make.calls == 2
     assert path.read_text() == "made 2"
+
+
+def test_bytes_are_found_again(store: Store) -> None:
+    assert store.find_bytes(KEY) is None
+    NO_STORE.put_bytes(KEY, b"lost")
+    assert NO_STORE.find_bytes(KEY) is None
+    store.put_bytes(KEY, b"statistics")
+    assert Store(store.folder).find_bytes(list(KEY)) == b"statistics"
+    assert store.count == 1
+    assert store.folder is not None
+    (entry,) = store.folder.iterdir()
+    _other_file(entry)
+    assert store.find_bytes(KEY) is None
+    assert not entry.exists()
+
+
+def test_a_folder_that_another_process_clears_costs_the_results_alone(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between the check of an entry and its copy, and while an entry is written."""
+    path = tmp_path / "engine"
+    make = Making(path=path)
+    copied, settle = shutil.copyfile, store_file.settle
+    store.get(KEY, make, path)
+
+    def cleared(*args: Any) -> Any:
+        Store(store.folder).clear()
+        return copied(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_file.shutil, "copyfile", cleared)
+        patch.setattr(store_file, "copy_file", lambda path, target: copied(path, target))
+        assert store.get(KEY, make, path) == 0.1
+    assert make.calls == 2
+    assert path.read_text() == "made 2"
+
+    def settled(part: Path) -> None:
+        Store(store.folder).clear()
+        settle(part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_file, "settle", settled)
+        store.put_bytes(["other"], b"statistics")
+    assert store.find_bytes(["other"]) is None
+    assert "a result is not stored in" in caplog.text
 
 
 def test_nothing_is_kept_of_what_fails(store: Store) -> None:

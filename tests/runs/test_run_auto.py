@@ -161,9 +161,13 @@ def test_a_stopped_choice_goes_on(
     _taking(TIMES, monkeypatch)
     assert main(["run", "tiny.yaml"]) == 130
     said = capsys.readouterr().err
-    assert f"the engines are kept in {at / 'done.engines'}; run the same command again to resume" in said
+    assert (
+        f"the calibration, plans and engines are kept in {at / 'done.resume'}; run the same command again to resume"
+        in said
+    )
     first = list(names)
-    assert len(list((at / "done.engines").glob("*/file"))) == 2
+    # Two engines, and an ONNX file for each.
+    assert len(list((at / "done.resume").glob("*/file"))) == 4
 
     def counted(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
         names.append(engine.parent.name)
@@ -177,7 +181,7 @@ def test_a_stopped_choice_goes_on(
     record = read_record(at / "done" / "report.json")
     assert {one.name for one in record.choice.candidates} == set(TIMES)
     assert record.choice.candidates[0].score_difference is not None
-    assert not (at / "done.engines").exists()
+    assert not (at / "done.resume").exists()
 
 
 def test_after_the_time_budget_no_other_backend_begins(

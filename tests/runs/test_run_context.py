@@ -91,16 +91,19 @@ def test_what_others_put_there_is_told_before_the_work(tmp_path: Path, make: Any
 
 
 def _engines(folder: Path, error: type[BaseException] | None) -> None:
-    with resume_files(folder / "out", searches=False, trains=False, chooses=True) as kept:
+    with resume_files(folder / "out", searches=False, trains=False, keeps=True) as kept:
         kept.engines.get(["an engine"], lambda: None)
         if error is not None:
             raise error("stopped") if error is not KeyboardInterrupt else error
 
 
 def test_engines_are_kept_after_an_interrupt_alone(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt, match=r"the engines are kept in .*out\.engines; run the same command again"):
+    with pytest.raises(
+        KeyboardInterrupt,
+        match=r"the calibration, plans and engines are kept in .*out\.resume; run the same command again",
+    ):
         _engines(tmp_path, KeyboardInterrupt)
-    assert _names(tmp_path) == ["out.engines"]
+    assert _names(tmp_path) == ["out.resume"]
     with pytest.raises(QuantizerError, match="stopped"):
         _engines(tmp_path, QuantizerError)
     assert not _names(tmp_path)
@@ -109,11 +112,11 @@ def test_engines_are_kept_after_an_interrupt_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_others_takes_no_engines(tmp_path: Path) -> None:
-    (tmp_path / "out.engines").mkdir()
-    (tmp_path / "out.engines" / "thesis.tex").touch()
-    with pytest.raises(QuantizerError, match=r"out\.engines contains 'thesis\.tex', which quantizer did not write"):
+    (tmp_path / "out.resume").mkdir()
+    (tmp_path / "out.resume" / "thesis.tex").touch()
+    with pytest.raises(QuantizerError, match=r"out\.resume contains 'thesis\.tex', which quantizer did not write"):
         _engines(tmp_path, None)
-    assert _names(tmp_path / "out.engines") == ["thesis.tex"]
+    assert _names(tmp_path / "out.resume") == ["thesis.tex"]
 
 
 def test_a_signal_to_end_stays_one(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch
@@ -47,6 +46,7 @@ from quantizer.proxy.build import sites_of
 from quantizer.proxy.recorded_calls import RecordedCalls
 from quantizer.proxy.restored_state import untouched
 from quantizer.proxy.site import Site
+from quantizer.utils.content import code_parts
 from quantizer.utils.fingerprint import Fingerprint
 from quantizer.utils.progress import counted
 
@@ -102,13 +102,7 @@ def _of_function(function: Callable[..., object]) -> list[str]:
     defaults = repr(getattr(function, "__defaults__", None))
     wrapped = getattr(function, "__wrapped__", None)
     inner = [] if wrapped is None else _of_function(wrapped)
-    return [name, str(getattr(function, "reads", "")), defaults, *([] if code is None else _of_code(code)), *inner]
-
-
-def _of_code(code: CodeType) -> list[str]:
-    inner = [part for const in code.co_consts if isinstance(const, CodeType) for part in _of_code(const)]
-    constants = [repr(const) for const in code.co_consts if not isinstance(const, CodeType)]
-    return [code.co_code.hex(), repr(code.co_names), *constants, *inner]
+    return [name, str(getattr(function, "reads", "")), defaults, *([] if code is None else code_parts(code)), *inner]
 
 
 _AT_ONCE = 2**20

@@ -1,4 +1,4 @@
-"""A cache of results in a folder, each made once for its key: scores, times, engines, ONNX files.
+"""A cache of results in a folder, each made once for its key: calibrations, scores, times, engines, ONNX files.
 
 An entry is a folder whose name is the SHA-256 of its key. It appears atomically, by a rename, and contains a JSON value
 and optional files with their SHA-256. A damaged entry is removed and made again.
@@ -12,8 +12,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,20 +75,34 @@ class Store:
         if self.folder is None:
             return make()
         place = self.folder / _name(key)
-        if (record := _read(place)) is None:
+        if (record := _read(place)) is None or (path is not None and not _copied(place, record, path)):
             value = make()
-            try:
-                _write(place, value, path)
-            except OSError as error:
-                # A command does not fail on a full disk. If the entry exists, another process was faster.
-                if not place.exists():
-                    logger.warning("a result is not stored in %s: %s", self.folder, error.strerror or error)
+            self._put(place, value, None if path is None else partial(copy_file, path))
             return value
-        if path is not None:
-            for name in record["files"]:
-                shutil.copyfile(place / name, path if name == _FILE else path.parent / name)
         stored: T = record["value"]
         return stored
+
+    def find_bytes(self, key: Iterable[object]) -> bytes | None:
+        """Return the bytes that ``put_bytes`` stored for a key; None without an entry."""
+        if self.folder is None or _read(place := self.folder / _name(key)) is None:
+            return None
+        # Another process may clear the folder.
+        with suppress(OSError):
+            return (place / _FILE).read_bytes()
+        return None
+
+    def put_bytes(self, key: Iterable[object], content: bytes) -> None:
+        """Store bytes for a key; without room on the disk, only warn."""
+        if self.folder is not None:
+            self._put(self.folder / _name(key), None, lambda file: file.write_bytes(content))
+
+    def _put(self, place: Path, value: object, fill: Callable[[Path], object] | None) -> None:
+        try:
+            _write(place, value, fill)
+        except OSError as error:
+            # A command does not fail on a full disk. If the entry exists, another process was faster.
+            if not place.exists():
+                logger.warning("a result is not stored in %s: %s", self.folder, error.strerror or error)
 
     def drop(self, key: Iterable[object]) -> None:
         """Remove an entry."""
@@ -151,15 +166,30 @@ def _read(place: Path) -> dict[str, Any] | None:
             return record
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         pass
-    shutil.rmtree(place, ignore_errors=True)
+    # Otherwise another process has cleared the folder.
+    if os.path.lexists(place):
+        logger.warning("a stored result is damaged, so it is made again: %s", place)
+        shutil.rmtree(place, ignore_errors=True)
     return None
 
 
-def _write(place: Path, value: object, path: Path | None) -> None:
+def _copied(place: Path, record: Mapping[str, Any], path: Path) -> bool:
+    """Copy the files of an entry to ``path``; return False if another process cleared the folder meanwhile."""
+    try:
+        for name in record["files"]:
+            shutil.copyfile(place / name, path if name == _FILE else path.parent / name)
+    except FileNotFoundError:
+        if place.exists():
+            raise
+        return False
+    return True
+
+
+def _write(place: Path, value: object, fill: Callable[[Path], object] | None) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     with temporary_beside(place) as part:
-        if path is not None:
-            copy_file(path, part / _FILE)
+        if fill is not None:
+            fill(part / _FILE)
         record = {"value": value, "files": {file.name: _sum(file) for file in part.iterdir()}}
         document = {"record": record, "sha256": _sealed(record)}
         (part / _RECORD).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
