@@ -232,7 +232,7 @@ def export_float(
     context: RunContext, graphs: Graphs, graph: str, opset: int, path: Path, dtype: torch.dtype = torch.float32
 ) -> None:
     """Write the ONNX file of a graph of the float model; copy an earlier export if possible."""
-    options = f"{graph} opset {opset} {dtype}"
+    options = _float_options(graph, opset, dtype)
 
     def export() -> None:
         if (earlier := context.exported.get(options)) is not None and earlier.exists():
@@ -244,6 +244,17 @@ def export_float(
         context.exported[options] = path
 
     context.floats.get([options], export, path)
+
+
+def forget_float(context: RunContext, graph: str, opset: int, dtype: torch.dtype = torch.float32) -> None:
+    """Let the next ``export_float`` of a graph export it again."""
+    options = _float_options(graph, opset, dtype)
+    context.exported.pop(options, None)
+    context.floats.drop([options])
+
+
+def _float_options(graph: str, opset: int, dtype: torch.dtype) -> str:
+    return f"{graph} opset {opset} {dtype}"
 
 
 def built_once(
