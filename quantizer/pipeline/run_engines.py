@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
 from quantizer.pipeline.time_groups import EngineFiles, Timing
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_versions
+from quantizer.tasks import Batch
 from quantizer.utils.cpu import cpu_flags, is_untrusted
 from quantizer.utils.files import Store
 from quantizer.utils.files.store import copy_file
@@ -229,9 +230,18 @@ def export_quantized(
 
 
 def export_float(
-    context: RunContext, graphs: Graphs, graph: str, opset: int, path: Path, dtype: torch.dtype = torch.float32
+    context: RunContext,
+    graphs: Graphs,
+    graph: str,
+    opset: int,
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    others: Sequence[Batch] = (),
 ) -> None:
-    """Write the ONNX file of a graph of the float model; copy an earlier export if possible."""
+    """Write the ONNX file of a graph of the float model; copy an earlier export if possible.
+
+    A new export is compared with the model on ``others``; see ``export_onnx``.
+    """
     options = _float_options(graph, opset, dtype)
 
     def export() -> None:
@@ -240,7 +250,7 @@ def export_float(
                 copy_file(earlier, path)
             return
         module, example, axes = graphs.modules(context.model)[graph], graphs.example(graph), graphs.axes(graph)
-        export_onnx(module, path, example, opset=opset, dtype=dtype, axes=axes)
+        export_onnx(module, path, example, opset=opset, dtype=dtype, axes=axes, others=others)
         context.exported[options] = path
 
     context.floats.get([options], export, path)

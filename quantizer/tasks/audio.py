@@ -158,6 +158,7 @@ class AudioInputs(FileInputs):
                 f"{list(self._shape)} from {type(extractor).__name__} ({problem}): set another number of seconds, or "
                 "correct preprocessor_config.json"
             ) from error
+        self._lengths: dict[Path, int] = {}
         self._in_data: DataSizes | None = None
         if self.recordings.shortest < self.recordings.samples:
             self._open_lengths(model)
@@ -221,16 +222,18 @@ class AudioInputs(FileInputs):
             read_recording(path)
 
     def filled(self, paths: Sequence[Path], batch_size: int, sequence: int | None) -> Batch:
-        """Return a batch [batch_size x sequence] that alternates full recordings with cut or padded ones.
+        """Return a batch of full recordings, as long as ``sequence`` and the shortest file; without files, noise.
 
-        A full recording is repeated up to its end. ``sequence`` None is the longest length. Without files, the values
-        are noise.
+        A short recording is continued by its mirror image, which has no jumps. With a mask, every second one is padded
+        instead. ``sequence`` None is the longest length.
         """
         if not paths or self.recordings.shortest == self.recordings.samples:
             return super().filled(paths, batch_size, sequence)
-        length = self._allowed(sequence)
+        length = max(self._allowed(sequence), min(map(self._length, paths)))
         waves = [self.recordings.wave(paths[place % len(paths)])[:length] for place in range(batch_size)]
-        waves[::2] = [np.resize(wave, length) for wave in waves[::2]]
+        # Without a mask, padding changes the outputs, and batches of similar length have little of it.
+        full = slice(None, None, 2 if _MASK in self.names else 1)
+        waves[full] = [np.pad(wave, (0, length - len(wave)), mode="symmetric") for wave in waves[full]]
         return self._tensors(self.recordings.extracted(waves, length))
 
     def random(self, batch_size: int, sequence: int | None, seed: int = 0) -> Batch:
@@ -245,8 +248,10 @@ class AudioInputs(FileInputs):
 
     def _length(self, path: Path) -> int:
         """Return the number of values of a recording at the extractor's rate, at most ``seconds``."""
-        rate, wave = read_recording(path)
-        return min(ceil(len(wave) * self.recordings.rate / rate), self.recordings.samples)
+        if path not in self._lengths:
+            rate, wave = read_recording(path)
+            self._lengths[path] = min(ceil(len(wave) * self.recordings.rate / rate), self.recordings.samples)
+        return self._lengths[path]
 
     def _tensors(self, arrays: dict[str, npt.NDArray[Any]]) -> Batch:
         tensors = {name: torch.from_numpy(arrays[name]) for name in self.names}
