@@ -170,7 +170,7 @@ def export_onnx(
     """Write a frozen proxy or a float model as an ONNX file with dynamic axes, and return the path.
 
     Args:
-        others: inputs of other sizes, for which the file must compute the outputs of the model, too.
+        others: inputs of other sizes, for which the file must also compute the outputs of the model.
 
     Raises:
         ExportError: the model cannot be exported, or the file would be wrong for other inputs.
