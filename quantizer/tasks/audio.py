@@ -47,6 +47,8 @@ def error_rate(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 _SECONDS = 10.0
 """The default length of recordings, in seconds."""
+_WINDOW_SECONDS = 0.025
+"""The window of spectrograms, for which a recording must not be too short."""
 _MASK = "attention_mask"
 _HIGHEST_RATE = 768_000
 # Filters of warnings are global to the process.
@@ -101,6 +103,9 @@ class Recordings:
         A mask is always requested: without it the extractor normalizes the recording together with its padding.
         """
         length = self.allowed(max(map(len, waves))) if length is None else length
+        if type(self.extractor).__name__ != _RAW:
+            window = ceil(_WINDOW_SECONDS * self.rate)
+            waves = [np.pad(wave, (0, max(0, window - len(wave)))) for wave in waves]
         fill = {"padding": "max_length", "max_length": length, "return_attention_mask": True}
         arrays = dict(self.extractor(list(waves), sampling_rate=self.rate, return_tensors="np", **fill))
         # Models whose extractor returns no masks were trained on padded recordings without.
