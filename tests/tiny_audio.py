@@ -41,6 +41,26 @@ def tiny_wav2vec2(folder: Path) -> Path:
     return folder
 
 
+def tiny_hubert(folder: Path) -> Path:
+    """A classifier of raw samples, with a mask for what fills a recording."""
+    torch.manual_seed(0)
+    options = _config(feat_extract_norm="layer", do_stable_layer_norm=True, **_NAMES).to_diff_dict()
+    config = transformers.HubertConfig(**{name: value for name, value in options.items() if name != "model_type"})
+    transformers.HubertForSequenceClassification(config).eval().save_pretrained(folder)
+    transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True).save_pretrained(folder)
+    return folder
+
+
+def tiny_sew(folder: Path) -> Path:
+    """A classifier whose code decides by the parity of its time steps, so that a trace is right for half of them."""
+    torch.manual_seed(0)
+    options = _config(**_NAMES).to_diff_dict()
+    config = transformers.SEWConfig(**{name: value for name, value in options.items() if name != "model_type"})
+    transformers.SEWForSequenceClassification(config).eval().save_pretrained(folder)
+    transformers.Wav2Vec2FeatureExtractor().save_pretrained(folder)
+    return folder
+
+
 def tiny_ast(folder: Path) -> Path:
     """A classifier of spectrograms, whose length is the extractor's own."""
     torch.manual_seed(0)

@@ -100,7 +100,7 @@ command succeeds."""
             help="maximum number of tokens that an encoder-decoder model generates (default: 128)",
         )
         target.add_argument(
-            "--seconds", type=float, help="length of recordings in seconds (default: the feature extractor's, or 10)"
+            "--seconds", type=float, help="longest recording in seconds (default: the feature extractor's, or 10)"
         )
         target.add_argument(
             "--compute-capability",

@@ -92,8 +92,9 @@ class ModelConfig(Section):
         Expects(f"a number of seconds, above 0 and at most {MOST_SECONDS}"),
     ] = Field(
         default=None,
-        description="Length of recordings in seconds. Longer recordings are cut, shorter ones zero-padded; the "
-        "engine takes this length only. null: the length of the model's feature extractor, or 10.",
+        description="Longest recording in seconds; longer ones are cut. A batch is zero-padded to its longest "
+        "recording, or to this length if the model accepts only one. null: the length of the model's feature "
+        "extractor, or 10.",
     )
     new_tokens: int | None = Field(
         default=None,

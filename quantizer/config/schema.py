@@ -39,6 +39,7 @@ from quantizer.errors import ConfigError
 from quantizer.numerics.formats import UINT8, Format, QType, impossible, least_opset_of, qtype
 from quantizer.plan.reasons import RuleKind
 from quantizer.plan.targets.base import engine_problems
+from quantizer.utils.registry import TASKS_OF_RECORDINGS
 
 _HALF_SCALES_OPSET = 19
 """The first opset in which QuantizeLinear accepts half-precision scales."""
@@ -48,7 +49,12 @@ class DynamicConfig(Section):
     """Sizes of the dynamic axes as [min, opt, max]."""
 
     batch: AxisRange = Field(default=(1, 8, 32), description="Samples per batch.")
-    sequence: AxisRange = Field(default=(16, 128, 512), description="Tokens per text; image models have no such axis.")
+    sequence: AxisRange = Field(
+        default=(16, 128, 512),
+        description="Tokens per text, or values per recording, such as 16000 for one "
+        "second at 16 kHz; image models have no such axis. The default for recordings: the shortest that the model "
+        "accepts, the median of the calibration samples, and model.seconds.",
+    )
 
 
 class ExportConfig(Section):
@@ -137,8 +143,8 @@ class ReportConfig(Section):
     latency_sequence: int = Field(
         default=128,
         ge=1,
-        description="Tokens per text in latency benchmarks. If 128 is outside the range of export.dynamic.sequence, "
-        "the default is its opt size.",
+        description="Tokens per text, or values per recording, in latency benchmarks. If 128 is outside the range of "
+        "export.dynamic.sequence, the default is its opt size.",
     )
     latency_shapes: Literal["usual", "one_and_usual", "all"] = Field(
         default="one_and_usual",
@@ -397,14 +403,15 @@ class RunConfig(Section):
     def _latency_is_in_range(cls, report: ReportConfig, info: ValidationInfo) -> ReportConfig:
         problems = []
         model, export = info.data.get("model"), info.data.get("export")
-        batches = isinstance(model, ModelConfig) and model.task is None
+        task = model.task if isinstance(model, ModelConfig) else ""
         if isinstance(export, ExportConfig):
             for key, size, axis in (
                 ("latency_batch", report.latency_batch, "batch"),
                 ("latency_sequence", report.latency_sequence, "sequence"),
             ):
-                # For a function, sizes that are not set come from its batches.
-                if batches and not (key in report.model_fields_set and axis in export.dynamic.model_fields_set):
+                # Sizes that are not set come from the batches of a function, and from recordings.
+                in_data = task is None or (axis == "sequence" and task in TASKS_OF_RECORDINGS)
+                if in_data and not (key in report.model_fields_set and axis in export.dynamic.model_fields_set):
                     continue
                 low, _, high = export.dynamic.batch if axis == "batch" else export.dynamic.sequence
                 if not low <= size <= high:

@@ -165,8 +165,16 @@ def export_onnx(
     axes: Axes | DataSizes | None = None,
     data: DataSizes | None = None,
     target: TargetProfile | None = None,
+    others: Sequence[Mapping[str, Tensor]] = (),
 ) -> Path:
-    """Write a frozen proxy or a float model as an ONNX file with dynamic axes, and return the path."""
+    """Write a frozen proxy or a float model as an ONNX file with dynamic axes, and return the path.
+
+    Args:
+        others: inputs of other sizes, for which the file must also compute the outputs of the model.
+
+    Raises:
+        ExportError: the model cannot be exported, or the file would be wrong for other inputs.
+    """
     require_exporter()
     checked_file(path, ExportError)
     if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
@@ -197,6 +205,8 @@ def export_onnx(
     dynamic = _renamed(dynamic_shapes(inputs, sizes), parameters)
     with_one_type(exported, dtype, bool(regions.masked))
     program = _export(exported, args, _renamed(keywords, parameters), opset, dynamic, names)
+    for other in others:
+        _require_same_outputs(model, program.exported_program, _renamed(other, parameters), other)
     ir_model = program.model
     of_parameter = {parameter: name for name, parameter in parameters.items()}
     for value in ir_model.graph.inputs:
@@ -207,6 +217,32 @@ def export_onnx(
     run_passes(ir_model, passes(target, str(dtype).removeprefix("torch.")))
     write_onnx(ir_model, path)
     return path
+
+
+_SAME = 1e-3
+"""Maximum relative difference of outputs due to the order of float sums."""
+
+
+def _require_same_outputs(
+    model: nn.Module, program: torch.export.ExportedProgram, named: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> None:
+    """Raise unless a traced program computes the outputs of the model for these inputs.
+
+    Python code of a model may decide by a size, and the program contains only the decision for the example.
+    """
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
+    with torch.no_grad():
+        expected = [leaf for leaf in leaves(_output_of(model, inputs)) if isinstance(leaf, Tensor)]
+        try:
+            # torch also refuses sizes for which the program is right.
+            found = [leaf for leaf in leaves(program.module(check_guards=False)(**named)) if isinstance(leaf, Tensor)]
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            raise ExportError(
+                f"{type(model).__name__} cannot be exported for {shapes}: {_first_line(error)}"
+            ) from error
+    for right, other in zip(expected, found, strict=True):
+        if right.shape != other.shape or not torch.allclose(right, other, _SAME, _SAME * float(right.abs().max())):
+            raise ExportError(f"{type(model).__name__} cannot be exported for {shapes}: its code decides by a size")
 
 
 def require_exporter() -> None:

@@ -55,7 +55,7 @@ class OutputCheck:
 
     Attributes:
         batch: samples per batch.
-        sequence: tokens per text; None for images.
+        sequence: tokens per text, or values per recording; None for images.
         output: the name of the output.
         sqnr_db: the SQNR relative to the reference output in dB. None if they are equal; ``NOTHING_DB`` if the
             reference is all zeros.

@@ -352,7 +352,7 @@ def _sizes(draft: Draft, given: Mapping[str, Any], task: str, checkpoint: Checkp
 
 _WITHOUT_TOKENS = {
     "image": "images, which have no tokens; remove it (the image processor of the model decides their size)",
-    "audio": "recordings, which have no tokens; use --seconds instead",
+    "audio": "recordings, which have no tokens; use --seconds for the longest",
 }
 
 

@@ -189,7 +189,7 @@ def _capability(job: Job) -> str | None:
 def _dimensions(job: Job, name: str) -> dict[str, Sequence[int]]:
     """Return the size range of each dynamic dimension of a graph by name."""
     sizes = dict(job.graphs.dimensions(job.config, name))
-    if not job.graphs.several and job.context.task.reads != "text":
+    if not job.graphs.several and not job.context.task.has_lengths:
         del sizes["sequence"]
     return sizes
 
@@ -250,7 +250,7 @@ def _config(job: Job, record: RunRecord) -> dict[str, Any]:
     config, target, task = job.config, job.config.quantizer.target, job.context.task
     bound = job.tolerance(quantized=config.quantize)
     dynamic = config.export.dynamic
-    texts = {"sequence": list(dynamic.sequence)} if task.reads == "text" else {}
+    lengths = {"sequence": list(dynamic.sequence)} if task.has_lengths else {}
     return {
         "format": FORMAT,
         "name": job.name,
@@ -258,9 +258,9 @@ def _config(job: Job, record: RunRecord) -> dict[str, Any]:
         "backend": config.quantizer.backend,
         "compute_capability": config.engine.compute_capability,
         "inference_precision": config.engine.inference_precision,
-        "dimensions": {"batch": list(dynamic.batch), **texts},
+        "dimensions": {"batch": list(dynamic.batch), **lengths},
         "only_sizes": [dict(sizes) for sizes in job.only_sizes],
-        "max_length": dynamic.sequence[2] if texts else None,
+        "max_length": dynamic.sequence[2] if task.reads == "text" else None,
         "seconds": config.model.seconds,
         "labels": list(_class_names(job)),
         "float_dtype": target.float_dtype,

@@ -88,12 +88,9 @@ class Converted:
         return f"Converted({description}: {inputs} -> {outputs})"
 
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Array]:
-        """Return the engine's inputs for texts, image files or recordings; texts are padded to the longest."""
+        """Return the engine's inputs for texts, image files or recordings, padded to the longest of the batch."""
         if self._reads == "audio":
-            recordings = Recordings(
-                getattr(self.processor, "feature_extractor", self.processor), self.config["seconds"]
-            )
-            encoded: Any = recordings.arrays([Path(cast(str | Path, sample)) for sample in samples])
+            encoded: Any = self._recordings([Path(cast(str | Path, sample)) for sample in samples])
         elif self._reads == "image":
             images = [read_image(Path(cast(str | Path, sample))) for sample in samples]
             encoded = {name: value.numpy() for name, value in self.processor(images, return_tensors="pt").items()}
@@ -150,18 +147,33 @@ class Converted:
         return str(self.processor.decode(greedy(self.engine, ids, tokens, self.processor.eos_token_id)))
 
     def _tokens(self, texts: Sequence[Sample]) -> Any:
-        shortest, _, longest = self.config["dimensions"]["sequence"]
-        only = [sizes for sizes in self._only_sizes if sizes.get("batch", len(texts)) == len(texts)]
-        lengths = sorted(sizes["sequence"] for sizes in only if "sequence" in sizes)
-        longest = lengths[-1] if lengths else longest
+        longest, padded = self._lengths(len(texts))
         options = {"truncation": True, "return_tensors": "np"}
         with self._tokenizing:
             encoded = self.processor(list(texts), padding="longest", max_length=longest, **options)
             count = encoded["input_ids"].shape[1]
-            padded = next((length for length in lengths if length >= count), max(count, shortest))
-            if count < padded:
-                encoded = self.processor(list(texts), padding="max_length", max_length=padded, **options)
+            if count < padded(count):
+                encoded = self.processor(list(texts), padding="max_length", max_length=padded(count), **options)
         return encoded
+
+    def _recordings(self, paths: Sequence[Path]) -> dict[str, Array]:
+        recordings = Recordings(getattr(self.processor, "feature_extractor", self.processor), self.config["seconds"])
+        if "sequence" not in self.config["dimensions"]:
+            return recordings.arrays(paths)
+        longest, padded = self._lengths(len(paths))
+        waves = [recordings.wave(path)[: min(longest, recordings.samples)] for path in paths]
+        return recordings.extracted(waves, padded(max(map(len, waves))))
+
+    def _lengths(self, rows: int) -> tuple[int, Callable[[int], int]]:
+        """Return the longest length for a batch of this size, and a function from a length to the next allowed one."""
+        shortest, _, longest = self.config["dimensions"]["sequence"]
+        only = [sizes for sizes in self._only_sizes if sizes.get("batch", rows) == rows]
+        lengths = sorted(sizes["sequence"] for sizes in only if "sequence" in sizes)
+
+        def padded(count: int) -> int:
+            return next((length for length in lengths if length >= count), max(count, shortest))
+
+        return (lengths[-1] if lengths else longest), padded
 
     @property
     def _only_sizes(self) -> Sequence[Mapping[str, int]]:
@@ -241,8 +253,10 @@ def _check(config: dict[str, Any]) -> None:
     fields: _ServerFields = decoded(_ServerFields, known, CONFIG)
     if fields.task not in tasks.names():
         raise ValueError(f"{CONFIG}.task: expected one of {', '.join(tasks.names())}, got {fields.task!r}")
-    expected = {"batch", "sequence"} if tasks[fields.task].reads == "text" else {"batch"}
-    if set(fields.dimensions) != expected:
+    reads = tasks[fields.task].reads
+    expected = {"batch", "sequence"} if reads == "text" else {"batch"}
+    # Recordings of some models have one length.
+    if set(fields.dimensions) - ({"sequence"} if reads == "audio" else set()) != expected:
         raise ValueError(f"{CONFIG}.dimensions: expected sizes of {' and '.join(sorted(expected))}")
     if tasks[fields.task].in_parts and (fields.tokens is None or fields.tokens < 1):
         raise ValueError(f"{CONFIG}.tokens: expected 1 or more, got {fields.tokens}")

@@ -14,7 +14,7 @@ from quantizer.config import RunConfig
 from quantizer.pipeline.context import RunContext, RunExamples, load_context
 from quantizer.pipeline.function_source import function_workload
 from quantizer.pipeline.model_graphs import Graphs, graphs_of
-from quantizer.pipeline.open_axes import is_in_parts, with_written_sizes
+from quantizer.pipeline.open_axes import is_in_parts, with_lengths, with_written_sizes
 from quantizer.pipeline.preflight_checks import check_examples
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.resume import ResumeFiles
@@ -74,6 +74,11 @@ def workload_of(
         # Raises if the model has fewer positions than the latency benchmarks need.
         context.task.random_batch(1, config.report.latency_sequence)
 
+    def fit(config: RunConfig) -> RunConfig:
+        task = context.task
+        samples = examples.calibration or examples.check or examples.evaluation
+        return with_lengths(with_written_sizes(config), task.inputs, task.all_samples(samples))
+
     return Workload(
         context=context,
         graphs=graphs,
@@ -82,7 +87,7 @@ def workload_of(
         info=context.info(config.model.source, config.model.task),
         check=check,
         metric=lambda searched: TaskMetric(read, context.task, searched, examples.head, graphs.runnable),
-        fit=with_written_sizes,
+        fit=fit,
     )
 
 

@@ -148,19 +148,19 @@ class ModuleFeed:
 _LARGEST_BATCH = 32
 
 
-def fitted(config: RunConfig, sizes: DataSizes) -> RunConfig:
-    """Return a configuration with the default sizes of its axes and benchmarks taken from the data.
+def fitted(config: RunConfig, sizes: DataSizes, dimensions: Sequence[str] = (BATCH, SEQUENCE)) -> RunConfig:
+    """Return a configuration with the default sizes of these axes and of its benchmarks taken from the data.
 
     Latency is measured at the size of the first batch, or at the nearest size in a configured range.
     """
     dynamic, report = config.export.dynamic, config.report
     latency_sizes = {BATCH: report.latency_batch, SEQUENCE: report.latency_sequence}
     axes, shape = {}, {}
-    for axis, latency in latency_sizes.items():
+    for axis in dimensions:
         # A model without such an axis has inputs of one size.
         data_sizes = sizes.seen.get(axis, (1,))
         key = f"latency_{axis}"
-        usual = latency if key in report.model_fields_set else data_sizes[0]
+        usual = latency_sizes[axis] if key in report.model_fields_set else data_sizes[0]
         if not sizes.is_open(axis):
             axes[axis] = (data_sizes[0], usual := data_sizes[0], data_sizes[0])
         elif axis in dynamic.model_fields_set:

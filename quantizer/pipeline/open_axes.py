@@ -14,19 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config import RunConfig
-from quantizer.errors import ConfigError
+from quantizer.errors import ConfigError, ExportError
 from quantizer.export.qdq.onnx_file import input_dimensions
 from quantizer.pipeline.context import RunContext
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
-from quantizer.pipeline.module_feed import ModuleFeed
+from quantizer.pipeline.module_feed import ModuleFeed, fitted
 from quantizer.pipeline.processes import from_first_rank
-from quantizer.pipeline.run_engines import export_float
+from quantizer.pipeline.run_engines import export_float, forget_float
 from quantizer.proxy.restored_state import untouched
-from quantizer.tasks import Batch, read_checkpoint, tasks
+from quantizer.tasks import Batch, Feed, read_checkpoint, tasks
+from quantizer.tasks.audio import AudioInputs
+from quantizer.tasks.inputs import EXAMPLE_BATCH_SIZE, Inputs
 from quantizer.utils.batches import warn_user
 from quantizer.utils.distributed import get_world_size
 from quantizer.utils.paths import is_file
-from quantizer.utils.sizes import BATCH, DataSizes
+from quantizer.utils.sizes import BATCH, SEQUENCE, DataSizes
 from quantizer.utils.structure import leaves
 
 _ALIKE = 1e-3
@@ -34,37 +36,63 @@ _ALIKE = 1e-3
 
 
 def settle_axes(context: RunContext, graphs: Graphs, opset: int, folder: Path) -> tuple[str, ...]:
-    """Export the float model of a Python module, adopt the dynamic axes of the file, and return notes on fixed sizes.
+    """Export the float model, adopt the dynamic axes of the file, and return notes on fixed sizes.
 
-    For a task, the dynamic axes are known, and nothing is exported now.
+    Do nothing for texts and images, whose dynamic axes are known.
     """
     feed = context.feed
-    if not isinstance(feed, ModuleFeed):
+    if feed.in_data is None:
         return ()
     path = folder / f"{FLOAT_STEM}.onnx"
 
     def named() -> dict[str, Any]:
         with context.timer("export"):
+            if not isinstance(feed, ModuleFeed):
+                _close_lengths(context, graphs, opset, path)
             export_float(context, graphs, QUANTIZED_STEM, opset, path)
         return {name: list(axes) for name, axes in input_dimensions(path).items()}
 
     _adopt(feed, context.model, from_first_rank(named, dict[str, Any]))
-    notes = dict(_notes(feed.in_data, feed.sizes))
+    assert feed.sizes is not None
+    advice = None if isinstance(feed, ModuleFeed) else _ADVICE
+    notes = dict(_notes(feed.in_data, feed.sizes, advice))
     # The summary repeats the notes without the advice.
     warn_user(f"{note}, {advice}" for note, advice in notes.items())
     return tuple(notes)
 
 
+_ADVICE = "so recordings are zero-padded to it, or cut. Set model.seconds to the length that you need"
+
+_LENGTHS = (1, 1.5, 2, 3, 4.5, 8, 20)
+"""Lengths at which the program of the exporter is compared, as multiples of the shortest length."""
+
+
+def _close_lengths(context: RunContext, graphs: Graphs, opset: int, path: Path) -> None:
+    """Fix the length of recordings if the model does not export with an open one, or is then wrong at other lengths."""
+    feed = context.feed
+    if feed.sizes is None or not feed.sizes.is_open(SEQUENCE):
+        return
+    _, shortest = feed.sizes.seen[SEQUENCE]
+    others = [feed.inputs.random(EXAMPLE_BATCH_SIZE, round(factor * shortest)) for factor in _LENGTHS]
+    try:
+        export_float(context, graphs, QUANTIZED_STEM, opset, path, others=others)
+    except ExportError as error:
+        context.timer.say(f"the length of recordings is fixed: {str(error).splitlines()[0]}")
+        forget_float(context, QUANTIZED_STEM, opset)
+        feed.keep_open({name: {0: BATCH} for name in feed.sizes.axes})
+
+
 def adopt_axes(context: RunContext, folder: Path) -> None:
     """Adopt the dynamic axes of the exported model in the folder of a finished run, as ``settle_axes`` did in it."""
-    if isinstance(context.feed, ModuleFeed):
+    if context.feed.in_data is not None:
         files = (folder / f"{stem}.onnx" for stem in (FLOAT_STEM, QUANTIZED_STEM))
         _adopt(context.feed, context.model, input_dimensions(next(filter(is_file, files))))
 
 
-def _adopt(feed: ModuleFeed, model: nn.Module, dimensions: Mapping[str, Sequence[str | None]]) -> None:
+def _adopt(feed: Feed, model: nn.Module, dimensions: Mapping[str, Sequence[str | None]]) -> None:
     feed.keep_open({name: {axis: word for axis, word in enumerate(axes) if word} for name, axes in dimensions.items()})
-    feed.samples_independent = samples_are_independent(model, feed.example(), feed.sizes)
+    if isinstance(feed, ModuleFeed):
+        feed.samples_independent = samples_are_independent(model, feed.example(), feed.sizes)
 
 
 def samples_are_independent(model: nn.Module, batch: Batch, sizes: DataSizes) -> bool:
@@ -100,8 +128,8 @@ def _begins_with(full: Tensor, part: Any, rows: int) -> bool:
     return torch.allclose(full[:rows].double(), part.double(), rtol=_ALIKE, atol=_ALIKE, equal_nan=True)
 
 
-def _notes(in_data: DataSizes, kept_axes: DataSizes) -> Iterator[tuple[str, str]]:
-    """Yield a note on each dimension that the model fixes, and the advice that continues it."""
+def _notes(in_data: DataSizes, kept_axes: DataSizes, advice: str | None) -> Iterator[tuple[str, str]]:
+    """Yield a note on each dimension that the model fixes, and the advice that continues it; None: for modules."""
     for dimension, sizes in in_data.seen.items():
         places = [
             f"axis {axis} of {name!r}"
@@ -121,7 +149,8 @@ def _notes(in_data: DataSizes, kept_axes: DataSizes) -> Iterator[tuple[str, str]
         yield (
             f"the engine accepts only {what} with a size of {sizes[0]} along {' and '.join(places)}: the model fixes "
             "that size",
-            f"for example by len(x), int(x.shape[0]), a loop over x, view({sizes[0]}, ...) or a parameter of that "
+            advice
+            or f"for example by len(x), int(x.shape[0]), a loop over x, view({sizes[0]}, ...) or a parameter of that "
             f"length.{varied} Use x.shape and -1 in the model, or pass batches of the size that you need",
         )
 
@@ -166,6 +195,29 @@ def with_written_sizes(config: RunConfig) -> RunConfig:
             "deliver": tuple(dict.fromkeys(("processor", *config.deliver))),
         }
     )
+
+
+def with_lengths(config: RunConfig, inputs: Inputs, samples: Sequence[Any]) -> RunConfig:
+    """Return the configuration of a run with default lengths for recordings; others are unchanged.
+
+    The usual length is the median of the samples, and the longest if there are none.
+
+    Raises:
+        ConfigError: the configured lengths are outside of those that the model and ``model.seconds`` allow.
+    """
+    if not isinstance(inputs, AudioInputs) or (sizes := inputs.sizes_of(samples)) is None:
+        return config
+    (low, _, high), (least, _, longest) = config.export.dynamic.sequence, sizes.ranges[SEQUENCE]
+    is_set = "sequence" in config.export.dynamic.model_fields_set
+    if is_set and sizes.is_open(SEQUENCE) and not (least <= low and longest <= high):
+        raise ConfigError(
+            [
+                f"export.dynamic.sequence: got the range from {low} to {high} values; expected at least {least}, which "
+                f"is the shortest recording that the model accepts, and at most {longest} or more, which are the "
+                f"{inputs.recordings.seconds:g} s of model.seconds"
+            ]
+        )
+    return fitted(config, sizes, [SEQUENCE])
 
 
 def require_possible_run(config: RunConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from quantizer.pipeline.time_groups import EngineFiles, Timing
 from quantizer.plan.site_plan import plan_digest
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_versions
+from quantizer.tasks import Batch
 from quantizer.utils.content import content_digest
 from quantizer.utils.cpu import cpu_flags, is_untrusted
 from quantizer.utils.files import NO_STORE, Store
@@ -252,10 +253,19 @@ def _export_once(kept: Store, model: nn.Module, inputs: list[object], export: Ca
 
 
 def export_float(
-    context: RunContext, graphs: Graphs, graph: str, opset: int, path: Path, dtype: torch.dtype = torch.float32
+    context: RunContext,
+    graphs: Graphs,
+    graph: str,
+    opset: int,
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    others: Sequence[Batch] = (),
 ) -> None:
-    """Write the ONNX file of a graph of the float model; copy an earlier export if possible."""
-    options = f"{graph} opset {opset} {dtype}"
+    """Write the ONNX file of a graph of the float model; copy an earlier export if possible.
+
+    A new export is compared with the model on ``others``; see ``export_onnx``.
+    """
+    options = _float_options(graph, opset, dtype)
 
     def export() -> None:
         if (earlier := context.exported.get(options)) is not None and earlier.exists():
@@ -264,13 +274,24 @@ def export_float(
             return
         module, example, axes = graphs.modules(context.model)[graph], graphs.example(graph), graphs.axes(graph)
 
-        def export() -> None:
-            export_onnx(module, path, example, opset=opset, dtype=dtype, axes=axes)
+        def write() -> None:
+            export_onnx(module, path, example, opset=opset, dtype=dtype, axes=axes, others=others)
 
-        _export_once(context.resume.engines, context.model, [graph, opset, axes, example, dtype], export, path)
+        _export_once(context.resume.engines, context.model, [graph, opset, axes, example, dtype], write, path)
         context.exported[options] = path
 
     context.floats.get([options], export, path)
+
+
+def forget_float(context: RunContext, graph: str, opset: int, dtype: torch.dtype = torch.float32) -> None:
+    """Let the next ``export_float`` of a graph export it again."""
+    options = _float_options(graph, opset, dtype)
+    context.exported.pop(options, None)
+    context.floats.drop([options])
+
+
+def _float_options(graph: str, opset: int, dtype: torch.dtype) -> str:
+    return f"{graph} opset {opset} {dtype}"
 
 
 def built_once(

@@ -195,9 +195,9 @@ def write_run_card(record: RunRecord, folder: Path, snippet: str | None = None) 
 
 
 def _sizes(batch: int, tokens: int | None) -> str:
-    """Return the line of the snippet with the dynamic sizes: samples, and tokens of texts."""
+    """Return the line of the snippet with the dynamic sizes: samples, and tokens or values of a sample."""
     if tokens:
-        return f"sizes = ({batch}, {tokens})  # samples, and tokens of a sample"
+        return f"sizes = ({batch}, {tokens})  # samples, and tokens or values of a sample"
     return f"sizes = ({batch}, 1)  # samples"
 
 

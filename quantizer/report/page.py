@@ -392,7 +392,7 @@ def _line_class(line: str) -> str:
 def _latency_note(record: RunRecord) -> str:
     if record.latency is None:
         return ""
-    shape = text.shape(record.latency.batch, record.latency.sequence, " tokens")
+    shape = text.timed_shape(record)
     return f"batch {shape}, {text.counted(record.latency.threads, 'thread')}, engines interleaved"
 
 

@@ -147,7 +147,7 @@ class Latency(Record):
     batch: int
     """Samples in the batch."""
     sequence: int | None
-    """Tokens in each sample; null for a model without a sequence."""
+    """Tokens in each text, or values in each recording; null for a model without a sequence."""
     threads: int
     """Threads that each engine may use."""
     reference: str
@@ -296,7 +296,7 @@ class OutputDistance(Record):
     batch: int
     """Samples in the batch."""
     sequence: int | None = None
-    """Tokens in each sample; null for samples without tokens."""
+    """Tokens in each text, or values in each recording; null for other samples."""
     sqnr_db: float | None = None
     """SQNR in dB of the engine's output, or of the proxy's if the engine did not run; null: no difference."""
     cosine: float

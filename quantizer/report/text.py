@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from quantizer.report.record import Latency, LatencyEntry, pair
+from quantizer.report.record import Latency, LatencyEntry, RunRecord, pair
+from quantizer.utils.registry import TASKS_OF_RECORDINGS
 
 MISSING = "\N{EN DASH}"
 """The text of a missing value on a page."""
@@ -156,6 +157,13 @@ def amount(value: float) -> str:
 def shape(batch: int, sequence: int | None, unit: str = "") -> str:
     """Return the size of a batch: ``8``, or ``8 x 128`` with tokens and an optional unit such as `` tokens``."""
     return f"{batch} x {sequence}{unit}" if sequence else f"{batch}"
+
+
+def timed_shape(record: RunRecord) -> str:
+    """Return the size of the benchmarked batch: ``8 x 128 tokens``, or ``8 x 16000 values`` for recordings."""
+    assert record.latency is not None
+    unit = " values" if record.model.task in TASKS_OF_RECORDINGS else " tokens"
+    return shape(record.latency.batch, record.latency.sequence, unit)
 
 
 def counted(number: int, what: str) -> str:

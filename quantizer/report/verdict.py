@@ -240,7 +240,7 @@ def covered_share(record: RunRecord) -> float | None:
 def _speed(record: RunRecord) -> list[str]:
     if record.speeds is None or record.latency is None:
         return ["Speed was not measured."]
-    size = text.shape(record.latency.batch, record.latency.sequence, " tokens")
+    size = text.timed_shape(record)
     where = f"on a batch of {size} with {text.counted(record.latency.threads, 'thread')}"
     ratio, reference = record.speeds[0].ratio_to_float, reference_words(record.latency)
     if ratio >= TIE:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from math import ceil, gcd
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from quantizer.tasks.datasets.examples import Audio, Example, Speech
 from quantizer.tasks.inputs import Batch, FileInputs, Inputs, Sample
 from quantizer.tasks.outputs import first_output, is_token
 from quantizer.tasks.task import CountedTask, Predictions, examples_of_kind, tasks
+from quantizer.utils.sizes import BATCH, SEQUENCE, Axes, DataSizes
 
 
 def word_errors(texts: Iterable[str], targets: Iterable[str]) -> npt.NDArray[np.float64]:
@@ -44,26 +47,31 @@ def error_rate(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 _SECONDS = 10.0
 """The default length of recordings, in seconds."""
+_WINDOW_SECONDS = 0.025
+"""The window of spectrograms, for which a recording must not be too short."""
 _MASK = "attention_mask"
 _HIGHEST_RATE = 768_000
 # Filters of warnings are global to the process.
 _READING = threading.Lock()
-_EXTRACTORS = ("Wav2Vec2FeatureExtractor", "ASTFeatureExtractor", "WhisperFeatureExtractor")
-"""Feature extractors whose recordings have one length."""
+_RAW = "Wav2Vec2FeatureExtractor"
+"""The feature extractor whose arrays are as long as the recording."""
+_EXTRACTORS = (_RAW, "ASTFeatureExtractor", "WhisperFeatureExtractor")
 
 
 class Recordings:
-    """Model inputs from audio files, resampled to one rate, cut or padded to one length.
+    """Model inputs from audio files, resampled to one rate; a batch is as long as its longest recording.
 
     Args:
         extractor: a transformers feature extractor.
-        seconds: the length of each recording; None: that of the extractor, or 10.
+        seconds: the length to which recordings are cut; None: that of the extractor, or 10.
+        shortest: shorter batches are padded to this number of values. None: all batches have the length ``seconds``, as
+            always for spectrograms.
 
     Raises:
         TaskError: the extractor is of another kind, or the length is shorter than one value in time.
     """
 
-    def __init__(self, extractor: Any, seconds: float | None) -> None:
+    def __init__(self, extractor: Any, seconds: float | None, shortest: int | None = None) -> None:
         require_extractor(extractor)
         self.extractor = extractor
         self.rate = int(extractor.sampling_rate)
@@ -71,6 +79,9 @@ class Recordings:
         self.samples = round(self.seconds * self.rate)
         if self.samples < 1:
             raise TaskError(f"seconds={seconds}, expected at least one sample at {self.rate} Hz")
+        self.shortest = self.samples
+        if shortest is not None and type(extractor).__name__ == _RAW:
+            self.shortest = min(shortest, self.samples)
 
     def arrays(self, paths: Sequence[Path]) -> dict[str, npt.NDArray[Any]]:
         """Return the extractor's arrays for files, by name, each cut or padded at its end.
@@ -80,12 +91,22 @@ class Recordings:
         """
         return self.extracted([self.wave(path)[: self.samples] for path in paths])
 
-    def extracted(self, waves: Sequence[npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[Any]]:
-        """Return the extractor's arrays for waves of at most ``self.samples`` values, by name.
+    def allowed(self, length: int) -> int:
+        """Return the nearest length in values that a batch may have."""
+        return min(max(length, self.shortest), self.samples)
+
+    def extracted(
+        self, waves: Sequence[npt.NDArray[np.float32]], length: int | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Return the extractor's arrays for waves, by name, padded to ``length`` or to the longest wave.
 
         A mask is always requested: without it the extractor normalizes the recording together with its padding.
         """
-        fill = {"padding": "max_length", "max_length": self.samples, "return_attention_mask": True}
+        length = self.allowed(max(map(len, waves))) if length is None else length
+        if type(self.extractor).__name__ != _RAW:
+            window = ceil(_WINDOW_SECONDS * self.rate)
+            waves = [np.pad(wave, (0, max(0, window - len(wave)))) for wave in waves]
+        fill = {"padding": "max_length", "max_length": length, "return_attention_mask": True}
         arrays = dict(self.extractor(list(waves), sampling_rate=self.rate, return_tensors="np", **fill))
         # Models whose extractor returns no masks were trained on padded recordings without.
         keeps_mask = getattr(self.extractor, "return_attention_mask", False)
@@ -108,19 +129,24 @@ class AudioInputs(FileInputs):
     """The batches of a model of recordings; the same for the float model, a proxy and an engine.
 
     Args:
-        model: run once, on a recording of zeros, to check that it accepts the extractor's arrays; no reference is kept.
+        model: run on recordings of zeros, to check that it accepts the extractor's arrays, and to find the shortest
+            recording that it accepts; no reference is kept.
         extractor: a transformers feature extractor.
-        seconds: the length of each recording; None: that of the extractor, or 10.
+        seconds: the length to which recordings are cut; None: that of the extractor, or 10.
+        min_length: shorter batches are padded to this number of values. None: all batches have the length ``seconds``.
 
     Attributes:
         names: the names of the inputs.
+        recordings: reads the files.
     """
 
-    def __init__(self, model: torch.nn.Module, extractor: Any, *, seconds: float | None) -> None:
-        self.recordings = Recordings(extractor, seconds)
+    def __init__(
+        self, model: torch.nn.Module, extractor: Any, *, seconds: float | None, min_length: int | None = None
+    ) -> None:
+        self.recordings = Recordings(extractor, seconds, min_length)
         zeros = self.recordings.extracted([np.zeros(self.recordings.samples, dtype=np.float32)])
         accepted = inspect.signature(model.forward).parameters
-        self.names: tuple[str, ...] = tuple(name for name in extractor.model_input_names if name in zeros)
+        self.names = tuple(name for name in extractor.model_input_names if name in zeros)
         if not set(self.names) <= set(accepted):
             raise TaskError(
                 f"{type(model).__name__} accepts {', '.join(accepted)}, but {type(extractor).__name__} returns "
@@ -129,15 +155,67 @@ class AudioInputs(FileInputs):
         batch = self._tensors(zeros)
         self._shape = tuple(batch[self.names[0]].shape[1:])
         try:
-            with torch.no_grad():
-                model(**batch)
-        except (RuntimeError, ValueError) as error:
+            _run(model, batch)
+        except _REFUSALS as error:
             problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TaskError(
                 f"{type(model).__name__} does not accept recordings of {self.recordings.seconds:g} s with the shape "
                 f"{list(self._shape)} from {type(extractor).__name__} ({problem}): set another number of seconds, or "
                 "correct preprocessor_config.json"
             ) from error
+        self._lengths: dict[Path, int] = {}
+        self._in_data: DataSizes | None = None
+        if self.recordings.shortest < self.recordings.samples:
+            self._open_lengths(model)
+        self._sizes: DataSizes | None = self._in_data
+
+    def _open_lengths(self, model: torch.nn.Module) -> None:
+        """Find the shortest recording that the model accepts, and open the axis of lengths."""
+        recordings = self.recordings
+
+        def accepts(length: int) -> bool:
+            try:
+                _run(model, self._tensors(recordings.extracted([np.zeros(length, dtype=np.float32)], length)))
+            except _REFUSALS:
+                return False
+            return True
+
+        recordings.shortest = max(recordings.shortest, _least(accepts, recordings.samples))
+        if recordings.shortest < recordings.samples:
+            axes = {name: {0: BATCH, 1: SEQUENCE} for name in self.names}
+            # A model that fixes the length gets the longest, to which others are padded.
+            self._in_data = DataSizes(axes, {SEQUENCE: (recordings.samples, recordings.shortest)})
+
+    @property
+    def in_data(self) -> DataSizes | None:
+        """The axes of batches and lengths; None if the extractor or the model accepts only one length."""
+        return self._in_data
+
+    @property
+    def sizes(self) -> DataSizes | None:
+        """``in_data`` without the axis of lengths if the exported model fixes it."""
+        return self._sizes
+
+    def keep_open(self, axes: Axes) -> None:
+        """Keep only these axes dynamic; recordings are padded to ``seconds`` if the model fixes their length."""
+        if self._in_data is not None:
+            self._sizes = self._in_data.only(axes)
+            samples, shortest = self._in_data.seen[SEQUENCE]
+            self.recordings.shortest = shortest if self._sizes.is_open(SEQUENCE) else samples
+
+    def sizes_of(self, paths: Sequence[Path]) -> DataSizes | None:
+        """Return the dynamic axes, and the usual, smallest and largest length; usual is the median of these files."""
+        sizes = self.sizes
+        if sizes is None or not sizes.is_open(SEQUENCE) or not paths:
+            return sizes
+        usual = self.recordings.allowed(round(median(map(self._length, paths))))
+        return replace(sizes, seen={SEQUENCE: (usual, self.recordings.shortest, self.recordings.samples)})
+
+    def order(self, paths: Sequence[Path]) -> list[int]:
+        """Return the indices of files by length, so that recordings of similar length share a batch."""
+        if self.recordings.shortest == self.recordings.samples:
+            return super().order(paths)
+        return sorted(range(len(paths)), key=lambda at: (self._length(paths[at]), at))
 
     def batch(self, paths: Sequence[Path]) -> Batch:
         """Return one batch, read from files."""
@@ -148,21 +226,66 @@ class AudioInputs(FileInputs):
         for path in paths:
             read_recording(path)
 
+    def filled(self, paths: Sequence[Path], batch_size: int, sequence: int | None) -> Batch:
+        """Return a batch of full recordings, as long as ``sequence`` and the shortest file; without files, noise.
+
+        A short recording is continued by its mirror image, which has no jumps. With a mask, every second one is padded
+        instead. ``sequence`` None is the longest length.
+        """
+        if not paths or self.recordings.shortest == self.recordings.samples:
+            return super().filled(paths, batch_size, sequence)
+        length = max(self._allowed(sequence), min(map(self._length, paths)))
+        waves = [self.recordings.wave(paths[place % len(paths)])[:length] for place in range(batch_size)]
+        # Without a mask, padding changes the outputs, and batches of similar length have little of it.
+        full = slice(None, None, 2 if _MASK in self.names else 1)
+        waves[full] = [np.pad(wave, (0, length - len(wave)), mode="symmetric") for wave in waves[full]]
+        return self._tensors(self.recordings.extracted(waves, length))
+
     def random(self, batch_size: int, sequence: int | None, seed: int = 0) -> Batch:
-        """Return normal noise without padding; recordings have no tokens, so ``sequence`` has no effect."""
-        noise = torch.randn(batch_size, *self._shape, generator=torch.Generator().manual_seed(seed))
+        """Return normal noise without padding; spectrograms have one length, so ``sequence`` has no effect."""
+        shape = (self._allowed(sequence),) if len(self._shape) == 1 else self._shape
+        noise = torch.randn(batch_size, *shape, generator=torch.Generator().manual_seed(seed))
         arrays = {self.names[0]: noise}
-        return {
-            name: arrays.get(name, torch.ones(batch_size, self._shape[0], dtype=torch.int64)) for name in self.names
-        }
+        return {name: arrays.get(name, torch.ones(batch_size, shape[0], dtype=torch.int64)) for name in self.names}
+
+    def _allowed(self, sequence: int | None) -> int:
+        return self.recordings.samples if sequence is None else self.recordings.allowed(sequence)
+
+    def _length(self, path: Path) -> int:
+        """Return the number of values of a recording at the extractor's rate, at most ``seconds``."""
+        if path not in self._lengths:
+            rate, wave = read_recording(path)
+            self._lengths[path] = min(ceil(len(wave) * self.recordings.rate / rate), self.recordings.samples)
+        return self._lengths[path]
 
     def _tensors(self, arrays: dict[str, npt.NDArray[Any]]) -> Batch:
         tensors = {name: torch.from_numpy(arrays[name]) for name in self.names}
         return {name: value.float() if value.is_floating_point() else value.long() for name, value in tensors.items()}
 
 
+_REFUSALS = (RuntimeError, ValueError, IndexError)
+"""Errors of a model for recordings of a wrong length."""
+
+
+def _run(model: torch.nn.Module, batch: Batch) -> None:
+    with torch.no_grad():
+        model(**batch)
+
+
+def _least(accepts: Callable[[int], bool], longest: int) -> int:
+    """Return the smallest accepted length, if all lengths from it to ``longest`` are accepted."""
+    below, least = 0, 1
+    while least < longest and not accepts(least):
+        below, least = least, 2 * least
+    least = min(least, longest)
+    while below + 1 < least:
+        middle = (below + least) // 2
+        below, least = (below, middle) if accepts(middle) else (middle, least)
+    return least
+
+
 def require_extractor(extractor: Any) -> None:
-    """Raise ``TaskError`` unless a feature extractor is known to make recordings of one length."""
+    """Raise ``TaskError`` unless a feature extractor is known."""
     if type(extractor).__name__ not in _EXTRACTORS:
         raise TaskError(
             f"{type(extractor).__name__} is not supported; expected one of "
@@ -233,8 +356,8 @@ class AudioClassification(FileClassification):
     packages = ("scipy",)
     kind = Audio
 
-    def file_inputs(self, model: torch.nn.Module, processor: Any) -> Inputs:
-        return AudioInputs(model, processor, seconds=self.seconds)
+    def file_inputs(self, model: torch.nn.Module, processor: Any, min_length: int) -> Inputs:
+        return AudioInputs(model, processor, seconds=self.seconds, min_length=min_length)
 
 
 @tasks.add("automatic-speech-recognition")
@@ -254,7 +377,7 @@ class SpeechRecognition(CountedTask):
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
         self._tokenizer = processor.tokenizer
-        self._audio = AudioInputs(model, processor.feature_extractor, seconds=self.seconds)
+        self._audio = AudioInputs(model, processor.feature_extractor, seconds=self.seconds, min_length=min_length)
         return self._audio
 
     def samples(self, examples: Sequence[Example]) -> list[Sample]:

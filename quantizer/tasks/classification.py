@@ -163,9 +163,9 @@ class FileClassification(Task):
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
         require_one_label(getattr(model, "config", None), self.name)
         self.classes = class_names(getattr(model, "config", None))
-        return self.file_inputs(model, processor)
+        return self.file_inputs(model, processor, min_length)
 
-    def file_inputs(self, model: torch.nn.Module, processor: Any) -> Inputs:
+    def file_inputs(self, model: torch.nn.Module, processor: Any, min_length: int) -> Inputs:
         """Return the object that makes batches of files."""
         raise NotImplementedError(f"{type(self).__name__} defines no file_inputs()")
 
@@ -216,7 +216,7 @@ class ImageClassification(FileClassification):
     auto_class = "AutoModelForImageClassification"
     kind = Image
 
-    def file_inputs(self, model: torch.nn.Module, processor: Any) -> Inputs:
+    def file_inputs(self, model: torch.nn.Module, processor: Any, min_length: int) -> Inputs:
         return ImageInputs(model, processor)
 
 

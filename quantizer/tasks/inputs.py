@@ -14,7 +14,7 @@ import torch
 
 from quantizer.errors import TaskError
 from quantizer.utils.dimension_names import CACHE
-from quantizer.utils.sizes import DataSizes
+from quantizer.utils.sizes import Axes, DataSizes
 
 Batch: TypeAlias = dict[str, torch.Tensor]
 """The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images,
@@ -22,21 +22,24 @@ Batch: TypeAlias = dict[str, torch.Tensor]
 Sample: TypeAlias = str | Path | tuple[str, ...]
 """One model input before preprocessing: a text, a text in words or parts, or the path of an image or recording."""
 
+RECORDING = "input_values"
+"""The name of the input [B x samples] of models of raw recordings."""
 EXAMPLE_BATCH_SIZE = 2
 EXAMPLE_TOKENS = 16
 _CHARACTERS_PER_TOKEN = 8
 
 
 def batch_shape(batch: Batch) -> tuple[int, int | None]:
-    """Return the numbers of samples and tokens of a batch; None tokens for images and other values.
+    """Return the number of samples of a batch, and the tokens of its texts or the values of its recordings.
 
-    Tokens in a decoder's cache also count.
+    The second number is None for images and other inputs. Tokens in a decoder's cache also count.
     """
-    first = next(iter(batch.values()))
+    name, first = next(iter(batch.items()))
     cache_length = next((value.shape[2] for name, value in batch.items() if name.startswith(CACHE)), None)
     if cache_length is not None:
         return first.shape[0], cache_length + first.shape[1]
-    return first.shape[0], first.shape[1] if first.dim() == 2 and not first.is_floating_point() else None
+    is_sequence = first.dim() == 2 and (not first.is_floating_point() or name == RECORDING)
+    return first.shape[0], first.shape[1] if is_sequence else None
 
 
 def rows_at(batch: Batch, places: Sequence[int]) -> Batch:
@@ -67,6 +70,20 @@ class Inputs(Protocol):
     names: tuple[str, ...]
     """The names of the inputs in every batch."""
 
+    @property
+    def in_data(self) -> DataSizes | None:
+        """The axes that vary in the data, and their sizes; None: the dynamic axes follow from an example."""
+        return None
+
+    @property
+    def sizes(self) -> DataSizes | None:
+        """``in_data`` without axes that the model fixes."""
+        return None
+
+    def keep_open(self, axes: Axes) -> None:
+        """Keep only these axes of ``in_data`` dynamic; the model fixes the others."""
+        return
+
     def order(self, samples: Sequence[Any]) -> list[int]:
         """Return the indices of samples in the order in which batches need the least padding."""
 
@@ -91,10 +108,10 @@ class Inputs(Protocol):
 
 
 class FileInputs(Inputs):
-    """Base of batches that are read from files and have one shape: images and recordings."""
+    """Base of batches that are read from files: images and recordings."""
 
     def order(self, paths: Sequence[Path]) -> list[int]:
-        """Return the indices of files unchanged: all samples have one size, so no order saves padding."""
+        """Return the indices of files unchanged, for samples of one size: no order saves padding."""
         return list(range(len(paths)))
 
     def filled(self, paths: Sequence[Path], batch_size: int, sequence: int | None) -> Batch:
@@ -116,8 +133,15 @@ class Feed(Protocol):
         """The batches of the model."""
 
     @property
+    def in_data(self) -> DataSizes | None:
+        """The axes that vary in the data; see ``Inputs``."""
+
+    @property
     def sizes(self) -> DataSizes | None:
-        """The dynamic axes of the inputs and their sizes in the data; None: read them from a task's inputs."""
+        """The dynamic axes of the inputs and their sizes in the data; see ``Inputs``."""
+
+    def keep_open(self, axes: Axes) -> None:
+        """Keep only these axes dynamic; see ``Inputs``."""
 
     @property
     def samples_independent(self) -> bool:
@@ -139,7 +163,7 @@ class Feed(Protocol):
         """Return a random batch of the given size, for benchmarks."""
 
 
-class TextInputs:
+class TextInputs(Inputs):
     """The batches of a text model; the same for the float model, a proxy and an engine."""
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any, *, max_length: int, min_length: int) -> None:

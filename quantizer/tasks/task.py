@@ -26,7 +26,7 @@ from quantizer.tasks.inputs import Batch, Inputs, Sample, TextInputs
 from quantizer.tasks.metrics import bootstrap_interval, resampled_scores
 from quantizer.tasks.outputs import dealt, first_output, of_all_ranks, stacked
 from quantizer.utils.registry import TASKS, Registry, named_in_errors
-from quantizer.utils.sizes import DataSizes
+from quantizer.utils.sizes import SEQUENCE, Axes, DataSizes
 
 Kind = TypeVar("Kind")
 DATASETS = {
@@ -93,8 +93,9 @@ class Task(ABC):
             reads recordings, or a processor that has both an extractor and a tokenizer.
         max_length: longer texts are cut to this many tokens.
         batch_size: samples in a batch; a pair counts as two.
-        min_length: shorter batches are padded to this many tokens, for engines with a lower limit.
-        seconds: the length to which recordings are cut or padded; None: that of the feature extractor, or 10.
+        min_length: shorter batches are padded to this many tokens of a text or values of a recording, for engines with
+            a lower limit.
+        seconds: the length to which recordings are cut; None: that of the feature extractor, or 10.
 
     Raises:
         TaskError: the lengths or the batch size are out of bounds, or the model does not fit the task.
@@ -209,7 +210,9 @@ class Task(ABC):
     # Methods that all tasks share
 
     def batches(self, examples: Sequence[Example], limit: int | None = None) -> list[Batch]:
-        """Return examples as batches, in their own order; a batch of texts [B x S] is padded to its longest.
+        """Return examples as batches; a batch of texts [B x S] or of recordings is padded to its longest.
+
+        Recordings of similar length share a batch. Other examples keep their order.
 
         Args:
             examples: examples of the kind that the task needs.
@@ -219,8 +222,11 @@ class Task(ABC):
 
     def sample_batches(self, samples: Sequence[Sample], limit: int | None = None) -> list[Batch]:
         """Return model inputs as batches, like ``batches``."""
-        starts = range(0, len(samples), self.batch_size)[:limit]
-        return [self.inputs.batch(samples[start : start + self.batch_size]) for start in starts]
+        # Recordings may have padding without a mask, which would be calibrated.
+        order = range(len(samples)) if self.sizes is None else self.inputs.order(samples)
+        chunks = [order[start : start + self.batch_size] for start in range(0, len(samples), self.batch_size)]
+        # In the order of their first samples, so that the first batches are not the shortest ones.
+        return [self.inputs.batch([samples[at] for at in chunk]) for chunk in sorted(chunks, key=min)[:limit]]
 
     def all_samples(self, mixed: Sequence[Example | Sample]) -> list[Sample]:
         """Return the model inputs of texts and paths, then of examples.
@@ -322,9 +328,23 @@ class Task(ABC):
         return predictions.decisions, targets
 
     @property
+    def in_data(self) -> DataSizes | None:
+        """The axes that vary in the data; see ``Inputs``."""
+        return self.inputs.in_data
+
+    @property
     def sizes(self) -> DataSizes | None:
-        """None: the dynamic axes follow from the inputs."""
-        return None
+        """The dynamic axes of the inputs and their sizes; None: they follow from an example."""
+        return self.inputs.sizes
+
+    def keep_open(self, axes: Axes) -> None:
+        """Keep only these axes dynamic; the model fixes the others."""
+        self.inputs.keep_open(axes)
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether batches differ in length: those of texts, and of recordings whose length the model leaves open."""
+        return self.reads == "text" or (self.sizes is not None and self.sizes.is_open(SEQUENCE))
 
     @property
     def samples_independent(self) -> bool:

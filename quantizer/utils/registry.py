@@ -150,3 +150,6 @@ TASKS: Registry[Any] = Registry(
     of="class",
     has=("samples", "targets", "decide", "metric", "paired"),
 )
+
+TASKS_OF_RECORDINGS = ("audio-classification", "automatic-speech-recognition", "speech-to-text")
+"""Built-in tasks whose ``sequence`` counts the values of a recording, not tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import ExportError
-from quantizer.export.exporter import hint
+from quantizer.export.exporter import export_onnx, hint
+from quantizer.utils.sizes import DataSizes
 
 onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 
@@ -168,3 +170,25 @@ def test_an_axis_that_varied_in_the_calibration_is_open(anew: bool, loaded: bool
     q.export(q.quantize(model), tmp_path / "net.onnx", torch.randn(4, 20, 16))
     (value,) = onnx.load(str(tmp_path / "net.onnx")).graph.input
     assert [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim] == ["batch", "sequence", 16]
+
+
+class DecidesBySize(nn.Module):
+    """Multiplies inputs with an even number of columns, and adds to others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x if x.shape[1] % 2 == 0 else x + 1
+
+
+def test_a_program_that_is_wrong_at_another_size_is_refused(tmp_path: Path) -> None:
+    sizes = DataSizes({"x": {0: "batch", 1: "sequence"}}, {"sequence": (8, 2)})
+    export = partial(
+        export_onnx,
+        path=tmp_path / "m.onnx",
+        example={"x": torch.ones(2, 8)},
+        opset=20,
+        dtype=torch.float32,
+        axes=sizes,
+    )
+    assert export(DecidesBySize(), others=[{"x": torch.ones(2, 6)}]).exists()
+    with pytest.raises(ExportError, match=r"DecidesBySize cannot be exported for x .2, 7.: its code decides by a size"):
+        export(DecidesBySize(), others=[{"x": torch.ones(2, 7)}])

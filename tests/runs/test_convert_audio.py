@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from quantizer.cli.main import main
@@ -14,11 +15,17 @@ for _package in ("transformers", "scipy", "torchmetrics", "onnx", "onnxscript", 
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
 from helpers import read_json
-from tiny_audio import CLASSES, tiny_ast, tiny_ctc, tiny_recordings
+from scipy.io import wavfile
+from tiny_audio import CLASSES, RATE, tiny_ast, tiny_ctc, tiny_hubert, tiny_recordings, tiny_sew, tiny_wav2vec2
 
+import quantizer
+from quantizer.config import RunConfig
+from quantizer.errors import ConfigError
 from quantizer.pipeline import benchmark
 from quantizer.pipeline.load import load_converted
-from quantizer.tasks import build_task, load_examples, load_model, load_processor
+from quantizer.pipeline.open_axes import with_lengths
+from quantizer.tasks import build_task, load_examples, load_model, load_processor, read_recordings
+from quantizer.tasks.audio import read_recording
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
@@ -28,6 +35,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recordings")
     tiny_ast(folder / "ast")
     tiny_ctc(folder / "ctc")
+    tiny_wav2vec2(folder / "wav2vec2")
+    tiny_hubert(folder / "hubert")
     tiny_recordings(folder / "tones", 8, seed=1)
     tiny_recordings(folder / "test", 6, seed=2)
     files = sorted((folder / "test").rglob("*.wav"))
@@ -60,6 +69,83 @@ def test_a_classifier_is_converted_and_serves(place: Path, monkeypatch: pytest.M
     assert np.abs(found - expected.outputs).max() < 0.1 * np.abs(expected.outputs).max()
     assert len(served.labels([str(row.path) for row in rows])) == 4
     assert "a-recording.wav" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", "hubert"])
+def test_engines_take_recordings_of_any_length(place: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
+    made = place / f"any-{name}"
+    words = ["--seconds", "2", "--batch-size", "1", "2", "4", "--backend", "openvino", "onnxruntime", "-o", str(made)]
+    assert main(["convert", "-m", str(place / name), *words]) == 0
+    model, pick = load_model(str(place / name), "audio-classification"), torch.Generator().manual_seed(0)
+    for backend in ("openvino", "onnxruntime"):
+        folder = made / backend
+        config = read_json(folder / "config.json")
+        assert config["dimensions"] == {"batch": [1, 2, 4], "sequence": [320, 2 * RATE, 2 * RATE]}
+        assert {tuple(entry["shape"]) for entry in config["inputs"]} == {("batch", "sequence")}
+        engine = quantizer.load(folder)
+        for rows in (1, 3):
+            for length in (320, 321, RATE // 4, RATE, 2 * RATE):
+                batch = {"input_values": torch.randn(rows, length, generator=pick)}
+                if name == "hubert":
+                    batch["attention_mask"] = torch.ones(rows, length, dtype=torch.int64)
+                    batch["attention_mask"][1:, length // 2 :] = 0
+                with torch.no_grad():
+                    expected = model(**batch).logits
+                torch.testing.assert_close(engine(**batch)["logits"], expected, rtol=1e-3, atol=1e-3)
+        served = load_converted(folder)
+        for length, padded in ((100, 320), (RATE // 4, RATE // 4), (3 * RATE, 2 * RATE)):
+            wavfile.write(place / "one.wav", RATE, np.random.default_rng(0).normal(0, 0.1, length).astype(np.float32))
+            assert served.inputs([place / "one.wav"])["input_values"].shape == (1, padded)
+            assert served([place / "one.wav"])["logits"].shape == (1, len(CLASSES))
+
+
+def test_lengths_of_benchmarks_are_those_of_the_data(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
+    words = ["--quantization", "--calibration", str(place / "tones"), "--seconds", "1", "--backend", "onnxruntime"]
+    words += ["--batch-size", "1", "2", "4", "-o", str(place / "lengths")]
+    assert main(["convert", "-m", str(place / "wav2vec2"), *words]) == 0
+    lengths = sorted(len(read_recording(path)[1]) for path in read_recordings(place / "tones"))
+    folder = place / "lengths" / "onnxruntime"
+    _, usual, _ = read_json(folder / "config.json")["dimensions"]["sequence"]
+    assert abs(usual - (lengths[3] + lengths[4]) / 2) <= 1
+    report = read_json(folder / "report.json")
+    timed = [report["latency"], *report["other_latencies"]]
+    assert [(one["batch"], one["sequence"]) for one in timed] == [(2, usual), (1, lengths[0]), (4, RATE)]
+    assert f"{usual} values" in (folder / "report.html").read_text()
+
+
+def test_a_model_that_fixes_the_length_keeps_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
+    tiny_sew(place / "sew")
+    words = ["--seconds", "1", "--batch-size", "1", "2", "4", "--backend", "onnxruntime", "-o", str(place / "fixed")]
+    with pytest.warns(UserWarning, match="recordings are zero-padded to it, or cut. Set model.seconds"):
+        assert main(["convert", "-m", str(place / "sew"), *words]) == 0
+    folder = place / "fixed" / "onnxruntime"
+    assert read_json(folder / "config.json")["dimensions"] == {"batch": [1, 2, 4]}
+    (note,) = read_json(folder / "report.json")["fixed_sizes"]
+    assert note.startswith(f"the engine accepts only inputs with a size of {RATE} along axis 1 of 'input_values': the")
+    wavfile.write(place / "one.wav", RATE, np.ones(RATE // 4, dtype=np.float32))
+    assert load_converted(folder).inputs([place / "one.wav"])["input_values"].shape == (1, RATE)
+
+
+@pytest.mark.parametrize("sequence", [[16, 8000, RATE], [400, 800, RATE - 1]])
+def test_lengths_that_the_model_or_the_data_does_not_have(place: Path, sequence: list[int]) -> None:
+    name = "audio-classification"
+    model, processor = load_model(str(place / "wav2vec2"), name), load_processor(str(place / "wav2vec2"), name)
+    inputs = build_task(name, model, processor, min_length=sequence[0], seconds=1).inputs
+    config = RunConfig.model_validate(
+        {
+            "model": {"source": str(place / "wav2vec2"), "task": name, "seconds": 1},
+            "data": {"calibration": {"name": "audio-folder", "path": str(place / "tones")}},
+            "export": {"dynamic": {"sequence": sequence}},
+            "report": {"latency_sequence": sequence[1]},
+            "output": str(place / "none"),
+        }
+    )
+    problem = rf"export\.dynamic\.sequence: got the range from {sequence[0]} to {sequence[2]} values; expected at least"
+    with pytest.raises(ConfigError, match=problem):
+        with_lengths(config, inputs, [])
 
 
 @pytest.mark.nightly

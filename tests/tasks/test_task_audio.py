@@ -19,6 +19,7 @@ from quantizer.tasks import (
     Recordings,
     Speech,
     Task,
+    batch_shape,
     build_task,
     load_examples,
     load_model,
@@ -26,7 +27,8 @@ from quantizer.tasks import (
     read_checkpoint,
     read_recordings,
 )
-from quantizer.tasks.audio import read_recording
+from quantizer.tasks.audio import AudioInputs, read_recording
+from quantizer.tasks.outputs import is_token
 
 SECONDS = 1
 MADE = {"wav2vec2": tiny_wav2vec2, "ast": tiny_ast, "ctc": tiny_ctc}
@@ -76,14 +78,92 @@ def test_batches_hold_what_the_pipeline_gives_the_model(
 def test_filling_does_not_scale_a_recording(built: dict[str, Task], models: dict[str, str], tmp_path: Path) -> None:
     """Without a mask the extractor would take the filling for a part of the recording."""
     wave = np.random.default_rng(0).normal(0.2, 0.1, RATE // 4).astype(np.float32)
-    batch = built["wav2vec2"].inputs.batch([_write(tmp_path / "short.wav", wave)])
+    whole = _write(tmp_path / "whole.wav", np.resize(wave, RATE))
+    batch = built["wav2vec2"].inputs.batch([_write(tmp_path / "short.wav", wave), whole])
     assert set(batch) == {"input_values"}
     own = transformers.AutoFeatureExtractor.from_pretrained(models["wav2vec2"])(wave, sampling_rate=RATE)
     values = batch["input_values"][0].numpy()
     np.testing.assert_allclose(values[: RATE // 4], own["input_values"][0], atol=1e-5)
     assert not values[RATE // 4 :].any()
-    masked = built["ctc"].inputs.batch([tmp_path / "short.wav"])
-    assert masked["attention_mask"].sum() == RATE // 4
+    masked = built["ctc"].inputs.batch([tmp_path / "short.wav", whole])
+    assert masked["attention_mask"].sum(dim=1).tolist() == [RATE // 4, RATE]
+
+
+def _noise(place: Path, lengths: list[int]) -> list[Path]:
+    pick = np.random.default_rng(0)
+    return [
+        _write(place / f"{number}.wav", pick.normal(0, 0.1, length).astype(np.float32))
+        for number, length in enumerate(lengths)
+    ]
+
+
+def test_a_batch_is_as_long_as_its_longest_recording(built: dict[str, Task], tmp_path: Path) -> None:
+    short, middle, long, tiny = _noise(tmp_path, [4000, 6001, 2 * RATE, 100])
+    for name in ("wav2vec2", "ctc"):
+        inputs = built[name].inputs
+        assert all(value.shape == (2, 6001) for value in inputs.batch([short, middle]).values())
+        assert inputs.batch([short, long])["input_values"].shape == (2, RATE * SECONDS)
+        # The convolutions of these models need 10 x 8 x 4 values.
+        assert inputs.batch([tiny])["input_values"].shape == (1, 320)
+        assert built[name].has_lengths
+    # A window of the spectrogram has 400 values.
+    assert built["ast"].inputs.batch([short, tiny])["input_values"].shape == (2, 64, 32)
+    assert not built["ast"].has_lengths
+
+
+def test_recordings_of_similar_length_share_a_batch(models: dict[str, str], tmp_path: Path) -> None:
+    """Calibration would otherwise read padding, which a model without a mask takes for sound."""
+    source, name = models["wav2vec2"], "audio-classification"
+    task = build_task(name, load_model(source, name), load_processor(source, name), batch_size=2, seconds=SECONDS)
+    paths = _noise(tmp_path, [9000, 4000, 9000, 4000])
+    batches = [batch["input_values"] for batch in task.sample_batches(paths)]
+    # The batch of the first recording is the first.
+    assert [tuple(batch.shape) for batch in batches] == [(2, 9000), (2, 4000)]
+    assert all((batch != 0).all() for batch in batches)
+    assert len(task.sample_batches(paths, limit=1)) == 1
+
+
+def test_batches_of_a_requested_length(built: dict[str, Task], tmp_path: Path) -> None:
+    paths = _noise(tmp_path, [4000, 5000])
+    for name in ("wav2vec2", "ctc"):
+        inputs = built[name].inputs
+        batch = inputs.filled(paths, 3, 8000)
+        assert batch_shape(batch) == (3, 8000)
+        # Not shorter than the data, and not longer than the engine accepts.
+        assert batch_shape(inputs.filled(paths, 2, 320)) == (2, 4000)
+        assert batch_shape(inputs.filled(paths, 2, None)) == batch_shape(inputs.example(paths)) == (2, RATE * SECONDS)
+        assert batch_shape(inputs.filled([], 2, 320)) == batch_shape(inputs.random(2, 1)) == (2, 320)
+        assert (batch["input_values"][0] != 0).all()
+    assert batch["attention_mask"].sum(dim=1).tolist() == [8000, 5000, 8000]
+
+
+def test_the_usual_length_is_the_median_of_the_data(built: dict[str, Task], tmp_path: Path) -> None:
+    inputs = built["ctc"].inputs
+    assert isinstance(inputs, AudioInputs)
+    sizes = inputs.sizes_of(_noise(tmp_path, [4000, 5000, 9000]))
+    assert sizes is not None
+    assert sizes.ranges == {"sequence": (320, 5000, RATE * SECONDS)}
+    inputs.keep_open({name: {0: "batch"} for name in inputs.names})
+    try:
+        assert inputs.batch(_noise(tmp_path, [4000]))["attention_mask"].shape == (1, RATE * SECONDS)
+        assert not built["ctc"].has_lengths
+    finally:
+        assert inputs.in_data is not None
+        inputs.keep_open(inputs.in_data.axes)
+    assert built["ctc"].has_lengths
+
+
+def test_the_shortest_recording_is_that_of_the_model(models: dict[str, str]) -> None:
+    config = transformers.HubertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, conv_dim=(8,) * 7
+    )
+    model = transformers.HubertModel(config).eval()
+    extractor = transformers.Wav2Vec2FeatureExtractor()
+    # One step of HuBERT sees 400 values.
+    assert AudioInputs(model, extractor, seconds=1, min_length=1).recordings.shortest == 400
+    assert AudioInputs(model, extractor, seconds=1, min_length=5000).recordings.shortest == 5000
+    only = AudioInputs(model, extractor, seconds=400 / RATE, min_length=1)
+    assert (only.recordings.shortest, only.in_data) == (400, None)
 
 
 def test_what_is_too_long_is_cut(built: dict[str, Task], tmp_path: Path) -> None:
@@ -160,6 +240,8 @@ def test_files_of_transcripts(tmp_path: Path) -> None:
 
 def test_classes_are_scored_by_their_names(built: dict[str, Task], tmp_path: Path) -> None:
     examples = load_examples("audio-folder", path=tiny_recordings(tmp_path, 6, seed=0))
+    # The order in which the task reads them.
+    examples.sort(key=lambda example: len(read_recording(example.path)[1]))
     task = built["wav2vec2"]
     expected = task.targets(examples)
     right = task.predict(_classes(list(expected)), examples)
@@ -224,11 +306,15 @@ def test_letters_that_follow_each_other_need_a_blank(built: dict[str, Task], spe
 def test_what_fills_a_recording_is_not_heard(built: dict[str, Task], tmp_path: Path) -> None:
     task = built["ctc"]
     quarter = np.random.default_rng(0).normal(0, 0.1, RATE // 4).astype(np.float32)
-    examples = [Speech(_write(tmp_path / "quarter.wav", quarter), "abc")]
-    found = task.predict(_says(task, "abcabcabcabc abc"), examples)
+    examples = [
+        Speech(_write(tmp_path / "quarter.wav", quarter), "abc"),
+        Speech(_write(tmp_path / "whole.wav", np.resize(quarter, RATE)), "abc"),
+    ]
+    found = task.predict(_says(task, "abcabcabcabc abc", "abc"), examples)
     # 13 of the 49 steps: 7 letters with blanks between.
-    assert found.outputs.shape == (1, 13, 13)
-    assert task._tokenizer.decode(found.decisions[0].tolist()) == "abcabca"  # type: ignore[attr-defined]
+    assert is_token(found.outputs).sum(axis=-1).tolist() == [13, 49]
+    tokens = found.decisions[0]
+    assert task._tokenizer.decode(tokens[tokens >= 0].tolist()) == "abcabca"  # type: ignore[attr-defined]
 
 
 def test_transcripts_that_do_not_fit(built: dict[str, Task], speech: list[Speech], tmp_path: Path) -> None:
