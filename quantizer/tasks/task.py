@@ -343,7 +343,7 @@ class Task(ABC):
 
     @property
     def has_lengths(self) -> bool:
-        """Whether batches differ in length: those of texts, and of recordings whose length the model leaves open."""
+        """True if batches differ in length: those of texts, and of recordings whose length the model leaves open."""
         return self.reads == "text" or (self.sizes is not None and self.sizes.is_open(SEQUENCE))
 
     @property
