@@ -259,7 +259,7 @@ def test_what_a_right_engine_is(
 # -- what is not written -----------------------------------------------------------------------------------------------
 
 
-def test_interrupted_nothing_is_left(
+def test_interrupted_the_calibration_alone_is_left(
     convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At one stage, as it is one pipeline: at each of them in test_run.py."""
@@ -268,8 +268,12 @@ def test_interrupted_nothing_is_left(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stages, "measure_latency", stopped)
-    assert convert(*SIZES) == (130, "interrupted: nothing was written\n")
-    assert not list(tmp_path.iterdir())
+    code, said = convert(*SIZES)
+    (kept,) = (tmp_path / "converted").iterdir()
+    words = (
+        f"interrupted: the calibration, plans and engines are kept in {kept}; run the same command again to resume\n"
+    )
+    assert (code, said) == (130, words)
 
 
 def test_a_conversion_whose_engine_is_refused_fails(

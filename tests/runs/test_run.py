@@ -316,13 +316,19 @@ def _fail(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> N
 @pytest.mark.parametrize(
     "stage", [pytest.param(name, marks=[] if name in _DAILY else pytest.mark.nightly) for name in (*STAGES, "report")]
 )
-def test_an_interruption_leaves_nothing(
+def test_an_interruption_leaves_the_calibration_alone(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
     _fail(monkeypatch, stage, KeyboardInterrupt())
     assert main(["run", "tiny.yaml", "~fallback", "~amp", "--output", "out"]) == 130
-    assert capsys.readouterr().err == "interrupted: nothing was written\n"
-    assert _left(at) == ["tiny.yaml"]
+    said = capsys.readouterr().err
+    if stage == "load":
+        assert said == "interrupted: nothing was written\n"
+        assert _left(at) == ["tiny.yaml"]
+    else:
+        kept = f"the calibration, plans and engines are kept in {at / 'out.resume'}"
+        assert said == f"interrupted: {kept}; run the same command again to resume\n"
+        assert _left(at) == ["out.resume", "tiny.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -404,6 +410,6 @@ def test_a_signal_to_end_leaves_nothing(place: Place, tmp_path: Path, number: in
     finally:
         process.kill()
     assert process.returncode == code
-    assert f"{word}: nothing was written" in err
+    assert f"{word}: the calibration, plans and engines are kept in {tmp_path / 'out.resume'}; run the same" in err
     assert "Traceback" not in err
-    assert _left(tmp_path) == []
+    assert _left(tmp_path) == ["out.resume"]

@@ -189,13 +189,15 @@ def test_an_interrupted_search_goes_on(
         capsys.readouterr()
         _run(code=130)
         said = capsys.readouterr().err
+        results = f"the calibration, plans and engines are kept in {Path.cwd() / 'out.resume'}"
         if number == 1:
             # There is no score yet.
-            assert said == "interrupted: nothing was written\n"
-            assert _left() == {"tiny.yaml"}
+            assert said == f"interrupted: {results}; run the same command again to resume\n"
+            assert _left() == {"tiny.yaml", "out.resume"}
         else:
-            assert said == f"interrupted: the scores are kept in {kept}; run the same command again to resume\n"
-            assert _left() == {"tiny.yaml", "out.search"}
+            both = f"the scores are kept in {kept}, and {results}"
+            assert said == f"interrupted: {both}; run the same command again to resume\n"
+            assert _left() == {"tiny.yaml", "out.search", "out.resume"}
             assert len(list(kept.rglob("entry.json"))) == number - 1
         search.stop, search.found = 0, None
         _run(code=1)
