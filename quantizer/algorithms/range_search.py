@@ -205,10 +205,11 @@ def _text(setting: Setting, estimates: Sequence[Estimate]) -> str:
     return f"{estimates[setting.estimate].label} with {share}"
 
 
-_GAIN_DB = 1.0
-"""The gain in SQNR of the output from which attention is not quantized, after a search.
+_GAIN_DB, _GAIN_OF_SHARE_DB = 1.0, 20.0
+"""The gain in SQNR of the output from which attention is not quantized, after a search: the second figure times the
+share of attention in all multiply-adds, and at most the first. What is a small part of the work saves little time.
 
-See docs/design/calibration.md for the measurement of both figures.
+See docs/design/calibration.md for the measurement of these figures.
 """
 
 _GAIN_UNSEARCHED_DB = 6.0
@@ -233,7 +234,9 @@ def leave_costly_attention(work: Work, *, searched: bool) -> bool:
         observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost="?")
     unquantized = work.error.of_all_ranks(work.plan(), batches)
     cost = 10 * math.log10(rounded / unquantized) if rounded and unquantized else 0.0
-    is_costly = cost >= (_GAIN_DB if searched else _GAIN_UNSEARCHED_DB)
+    work_of = {path: entry.multiply_adds for path, entry in plan.items()}
+    share = sum(work_of[path] for path in products) / max(1, sum(work_of.values()))
+    is_costly = cost >= (min(_GAIN_DB, _GAIN_OF_SHARE_DB * share) if searched else _GAIN_UNSEARCHED_DB)
     for path in products:
         observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost=f"{cost:.1f}") if is_costly else None
     return is_costly

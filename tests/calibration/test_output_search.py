@@ -383,6 +383,25 @@ def test_attention_that_costs_most_stays_float(
     )
 
 
+@pytest.mark.parametrize(("width", "left"), [(32, False), (16384, True)], ids=["half of the work", "1% of the work"])
+def test_attention_that_is_a_small_part_of_the_work_stays_float_for_a_smaller_gain(width: int, left: bool) -> None:
+    """It costs about 0.6 dB; the wide layers add work, but nothing to the output."""
+
+    class Wider(Attention):
+        def __init__(self) -> None:
+            super().__init__(peak=8.0)
+            self.wide = nn.Sequential(nn.Linear(32, width), nn.Linear(width, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 0.0 * self.wide(x)
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, 140, 32, generator=generator) for _ in range(6)]
+    q = calibrated(Wider().eval(), batches, backend="openvino")
+    products = [entry for entry in q.plan.values() if entry.kind == "matmul"]
+    assert [entry.quantized for entry in products] == [not left] * 2
+
+
 @pytest.mark.parametrize(("tokens", "left"), [(400, True), (100, False)], ids=["15 dB", "4 dB"])
 def test_without_a_search_attention_stays_float_where_it_costs_much(tokens: int, left: bool) -> None:
     generator = torch.Generator().manual_seed(1)
