@@ -414,6 +414,12 @@ def test_mse_is_as_good_as_trying_every_range_on_the_values_themselves(shape: st
     assert rounding_error(x, calibrator.amax()) <= best * 1.01
 
 
+def test_mse_clips_nothing_where_the_values_lie_on_the_levels() -> None:
+    calibrator = MseCalibrator()
+    calibrator.observe(torch.arange(128) / 127)
+    assert calibrator.amax() == 1.0
+
+
 def test_mse_clips_what_is_rare_and_keeps_what_weighs() -> None:
     rare, heavy = MseCalibrator(), MseCalibrator()
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
