@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.formats import BLOCKS_OPSET, FP8, INT4, QTYPES, UINT8
-from quantizer.numerics.granularity import beside, in_blocks, scale_shape
+from quantizer.numerics.granularity import beside, in_blocks, scale_of_each, scale_shape
 
 GRANULARITIES = [(None, None), (0, None), (-1, None), (0, 3), (-1, 2)]
 ONE = torch.tensor(1.0)
@@ -76,6 +76,20 @@ def test_the_worked_shapes_of_the_granularities(
     axis: int | None, block_size: int | None, shape: tuple[int, ...]
 ) -> None:
     assert scale_shape((6, 8), axis, block_size) == shape
+
+
+@pytest.mark.parametrize(
+    ("axis", "block_size", "scale", "first", "last"),
+    [
+        (None, None, torch.tensor(3.0), [3.0] * 4, [3.0] * 4),
+        (1, None, torch.tensor([1.0, 2.0, 3.0, 4.0]), [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]),
+        (-1, 2, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [1.0, 1.0, 2.0, 2.0], [3.0, 3.0, 4.0, 4.0]),
+    ],
+)
+def test_each_value_has_the_scale_of_its_group(
+    axis: int | None, block_size: int | None, scale: Tensor, first: list[float], last: list[float]
+) -> None:
+    assert scale_of_each(scale, (2, 4), axis, block_size).tolist() == [first, last]
 
 
 # -- FP8 -----------------------------------------------------------------------------------------------------------
