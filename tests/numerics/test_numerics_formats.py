@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.formats import BLOCKS_OPSET, FP8, INT4, QTYPES, UINT8
 from quantizer.numerics.granularity import beside, in_blocks, in_memory_order, scale_of_each, scale_shape
+from quantizer.numerics.rounding import held_scale
 
 GRANULARITIES = [(None, None), (0, None), (-1, None), (0, 3), (-1, 2)]
 ONE = torch.tensor(1.0)
@@ -95,6 +96,12 @@ def test_each_value_has_the_scale_of_its_group(
 def test_a_tensor_without_strides_is_in_no_order() -> None:
     sparse = torch.eye(3).to_sparse()
     assert in_memory_order(sparse) is sparse
+
+
+def test_a_scale_below_the_normal_numbers_is_rounded_up() -> None:
+    least, normal = 2.0**-24, 2.0**-14  # of float16
+    scales = torch.tensor([1e-12, least, 1.1 * least, 2.5 * least, normal, normal * (1 + 2**-12)])
+    assert held_scale(scales, torch.float16).tolist() == [least, least, 2 * least, 3 * least, normal, normal]
 
 
 # -- FP8 -----------------------------------------------------------------------------------------------------------
