@@ -233,13 +233,6 @@ def test_a_site_whose_weight_varies_stays_float(kind: str) -> None:
     assert torch.equal(q.quantize(model)(x, kind), model(x, kind))
 
 
-def test_a_weight_that_no_module_registers_stays_float() -> None:
-    model = net("torch.nn.functional.linear(x, self.loose[0])", loose=[nn.Parameter(torch.randn(32, 32))]).eval()
-    q = Quantizer(preset="plain")
-    q.calibrate(model, [torch.randn(4, 32)])
-    assert [row.reason for row in q.coverage] == ["the weight is a parameter that no module of the model registers"]
-
-
 # -- special values ------------------------------------------------------------------------------------------------
 
 
