@@ -112,6 +112,13 @@ def test_each_call_is_as_near_to_float_as_a_copy_of_the_module(backend: str, fac
     assert min(shared) > 35
 
 
+def test_calls_in_uint8_have_zero_points_of_their_own() -> None:
+    model = Pyramid(20.0).eval()
+    formats = [{"activations": "uint8"}]
+    proxy = make_calibrated(model, levels(16), backend="onnxruntime", activations=MAX, formats=formats).quantize(model)
+    assert min(of(model, proxy, *levels(1, seed=1)[0])) > 25
+
+
 def test_the_coverage_says_which_calls_have_ranges_of_their_own() -> None:
     q = make_calibrated(Pyramid(5.0).eval(), levels(), backend="openvino", activations=MAX)
     assert "each of its 3 calls has its own range" in text(q.coverage)
