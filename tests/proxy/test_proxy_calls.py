@@ -284,6 +284,8 @@ def test_scales_are_given_for_each_call_or_for_all() -> None:
     name = next(path for path in q.scales() if path.endswith(".input"))
     q.load_scales({name: torch.tensor([0.1, 0.2, 0.3])})
     assert torch.equal(scale_of(q, ".input"), torch.tensor([0.1, 0.2, 0.3]))
+    (given,) = [operand for entry in q.plan.values() for operand in entry.operands if operand.calls]
+    assert given.largest_scale == pytest.approx(0.3)  # that of calls beyond those of a pass
     q.load_scales({name: torch.tensor(0.25)})
     assert torch.equal(scale_of(q, ".input"), torch.tensor(0.25))
     q = make_calibrated(model, levels(), backend="openvino", activations=MAX)
