@@ -95,6 +95,13 @@ def test_a_proxy_that_is_kept_is_left_alone() -> None:
     assert tries.of(plan).body is not parts
 
 
+def test_a_proxy_that_nobody_keeps_is_used_again() -> None:
+    model, plan, _ = _stateful()
+    tries = FrozenTries(model)
+    proxy = weakref.ref(tries.of(plan))
+    assert tries.of(plan) is proxy()
+
+
 def test_changed_weights_are_not_computed_with() -> None:
     model = ConvNet().eval()
     x = torch.randn(2, 3, 16, 16)
