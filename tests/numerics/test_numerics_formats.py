@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.formats import BLOCKS_OPSET, FP8, INT4, QTYPES, UINT8
-from quantizer.numerics.granularity import beside, in_blocks, in_memory_order, scale_of_each, scale_shape
+from quantizer.numerics.granularity import beside, in_blocks, scale_of_each, scale_shape
 from quantizer.numerics.rounding import held_scale
 
 GRANULARITIES = [(None, None), (0, None), (-1, None), (0, 3), (-1, 2)]
@@ -91,11 +91,6 @@ def test_each_value_has_the_scale_of_its_group(
     axis: int | None, block_size: int | None, scale: Tensor, first: list[float], last: list[float]
 ) -> None:
     assert scale_of_each(scale, (2, 4), axis, block_size).tolist() == [first, last]
-
-
-def test_a_tensor_without_strides_is_in_no_order() -> None:
-    sparse = torch.eye(3).to_sparse()
-    assert in_memory_order(sparse) is sparse
 
 
 def test_a_scale_below_the_normal_numbers_is_rounded_up() -> None:
