@@ -103,7 +103,7 @@ class Histogram:
             return 0.0
         rank = math.ceil(share * self.total) - self._zeros
         cumulative = torch.cumsum(self.counts, 0)
-        place = int(torch.searchsorted(cumulative, torch.tensor(max(rank, 1), dtype=torch.int64)))
+        place = int(torch.searchsorted(cumulative, torch.tensor(rank, dtype=torch.int64)))
         return float((min(place, BINS - 1) + 1) * 2.0**self.exponent)
 
     def share_above(self, amax: float) -> float:

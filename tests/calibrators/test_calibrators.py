@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,11 @@ def test_share_above_is_a_lower_bound_to_one_bin(values: list[float], share: flo
     )
 
 
+def test_share_above_of_known_values() -> None:
+    histogram = filled([0.25, 0.5, 1.0])
+    assert [histogram.share_above(amax) for amax in (0.2, 0.3, 0.7, 1.1)] == [1.0, 2 / 3, 1 / 3, 0.0]
+
+
 # -- percentile ----------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +234,15 @@ def test_percentile_of_many_values(percentile: float) -> None:
     for piece in x.split(7777):
         calibrator.observe(piece)
     assert calibrator.amax() == pytest.approx(float(np.percentile(x.abs().numpy(), percentile)), abs=0.01)
+
+
+def test_zeros_in_a_batch_of_their_own_count_as_zeros_among_others() -> None:
+    zeros, ones = torch.zeros(10), torch.ones(5)
+    apart, together = PercentileCalibrator(percentile=50), PercentileCalibrator(percentile=50)
+    apart.observe(zeros)
+    apart.observe(ones)
+    together.observe(torch.cat([zeros, ones]))
+    assert apart.amax() == together.amax() == 2.0**-10
 
 
 @settings(max_examples=50, deadline=None)
@@ -266,16 +281,32 @@ def test_what_is_held_exactly_has_no_noise() -> None:
     assert math.isfinite(histogram.sqnr_db(centre * 0.4, "int8"))
 
 
+def test_centres_are_float64() -> None:
+    centres = filled([1.0]).centres()
+    assert centres.dtype == torch.float64
+    assert centres[:2].tolist() == [2.0**-11, 3 * 2.0**-11]
+
+
+@pytest.fixture
+def default_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("default_float64")
 def test_torchs_default_type_moves_no_bin() -> None:
     largest = 2.0 - 2.0**-40  # 2 in float32, as which it is counted
     histogram = Histogram()
-    torch.set_default_dtype(torch.float64)
-    try:
-        histogram.add(torch.tensor([largest]), largest)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    histogram.add(torch.tensor([largest]), largest)
     assert histogram.exponent == -9
     assert histogram.counts.shape == (BINS,)
+
+
+@pytest.mark.usefixtures("default_float64")
+def test_torchs_default_type_hides_no_value_that_float32_does_not_hold() -> None:
+    with pytest.raises(CalibrationError, match="exceeds float32"):
+        make_calibrator("max").observe(torch.tensor([1e300]))
 
 
 def test_bounds_without_values_widen_the_range_on_both_sides() -> None:
@@ -381,6 +412,12 @@ def test_mse_is_as_good_as_trying_every_range_on_the_values_themselves(shape: st
     largest = float(x.abs().max())
     best = min(rounding_error(x, largest * step / 1000) for step in range(5, 1001))
     assert rounding_error(x, calibrator.amax()) <= best * 1.01
+
+
+def test_mse_clips_nothing_where_the_values_lie_on_the_levels() -> None:
+    calibrator = MseCalibrator()
+    calibrator.observe(torch.arange(128) / 127)
+    assert calibrator.amax() == 1.0
 
 
 def test_mse_clips_what_is_rare_and_keeps_what_weighs() -> None:
@@ -501,6 +538,20 @@ def test_the_order_of_axes_in_memory_is_found(order: tuple[int, ...]) -> None:
 def test_the_base_class_has_no_formula() -> None:
     with pytest.raises(NotImplementedError):
         Calibrator().amax()
+
+
+def test_an_estimate_is_made_once_for_the_same_values() -> None:
+    made = []
+
+    class Counted(MaxCalibrator):
+        def estimate(self) -> float:
+            made.append(self.largest)
+            return self.largest
+
+    calibrator = Counted()
+    calibrator.observe(torch.tensor([5.0, 3.0]))
+    assert [calibrator.amax(), calibrator.amax()] == [5.0, 5.0]
+    assert made == [5.0]
 
 
 def test_an_unknown_name_lists_the_known() -> None:

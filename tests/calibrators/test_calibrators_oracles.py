@@ -128,6 +128,18 @@ def test_entropy_keeps_far_values_that_are_many() -> None:
     assert calibrator.amax() == 30.0
 
 
+@pytest.mark.parametrize(("dtype", "levels"), [("int8", 128), ("int4", 8)])
+def test_entropy_has_as_many_levels_as_the_format_has_magnitudes(dtype: str, levels: int) -> None:
+    calibrator = ours("entropy", values("normal"), dtype=dtype)
+    histogram = calibrator.histogram
+    assert histogram is not None
+    counts = histogram.counts.clone()
+    counts[0] = counts[1]
+    ends = ranges(counts, levels)
+    best = int(ends[int(divergences(counts, levels, ends).argmin())])
+    assert calibrator.amax() == best * BIN
+
+
 def test_entropy_where_one_bin_holds_all_others() -> None:
     calibrator = EntropyCalibrator()
     calibrator.observe(torch.tensor([1e-6, 1e-5, 10.0]))

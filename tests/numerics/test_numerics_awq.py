@@ -1,4 +1,4 @@
-"""``numerics.awq`` beside the formula of the paper, computed directly."""
+"""Factors of AWQ and of cross-layer equalization beside the formulas of the papers, computed directly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quantizer.functional import fake_quantize
-from quantizer.numerics.weight_codes import awq_share, input_factors
+from quantizer.numerics.weight_codes import awq_share, equalizing_factors, input_factors
 
 ROWS, INPUTS, OUTPUTS = 200, 16, 8
 
@@ -69,3 +69,33 @@ def test_nothing_is_said_of_inputs_that_say_nothing() -> None:
     assert awq_share(pair, x.abs().mean(0), torch.full((INPUTS, INPUTS), torch.inf)) is None
     # What is rounded without a loss cannot gain.
     assert awq_share([(weight, lambda s: weight)], x.abs().mean(0), x.T @ x) is None
+
+
+def test_one_product_without_an_end_says_nothing() -> None:
+    x, weight = example(0)
+    hessian, row = x.T @ x, weight[:1]
+    hessian[3, 5] = hessian[5, 3] = torch.inf
+    mirrored = row.clone()
+    mirrored[:, 3] *= -1  # its error would be infinite with the other sign
+    pairs = [(w, lambda s, w=w: rounded(w, s)) for w in (row, mirrored)]
+    assert awq_share(pairs, x.abs().mean(0), hessian) is None
+
+
+def test_an_input_that_is_always_zero_keeps_no_other_from_a_factor() -> None:
+    x, weight = example(0)
+    x[:, 5] = 0
+    found = awq_share([(weight, lambda s: rounded(weight, s))], x.abs().mean(0), x.T @ x)
+    assert found is not None
+    assert found[1] < 0.7
+
+
+def test_equalizing_factors_make_both_magnitudes_one() -> None:
+    first, second = torch.tensor([8.0, 1.0, 3.0]), torch.tensor([2.0, 4.0, 3.0])
+    s = equalizing_factors(first, second)
+    assert s.tolist() == [2.0, 0.5, 1.0]
+    torch.testing.assert_close(first.double() / s, second.double() * s)
+
+
+def test_a_channel_of_zeros_on_either_side_keeps_its_magnitudes() -> None:
+    first, second = torch.tensor([0.0, 8.0, 0.0]), torch.tensor([2.0, 0.0, 0.0])
+    assert equalizing_factors(first, second).tolist() == [1.0, 1.0, 1.0]

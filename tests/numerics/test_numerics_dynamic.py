@@ -80,3 +80,9 @@ def test_the_gradient_passes_straight_through() -> None:
     (fake_quantize_dynamic(x) * weights).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, weights)
+
+
+@pytest.mark.parametrize(("dtype", "block_size"), [("uint8", None), ("int8", 4)])
+def test_opcheck(dtype: str, block_size: int | None) -> None:
+    x = torch.randn(6, 4, requires_grad=True)
+    torch.library.opcheck(torch.ops.quantizer.fake_quantize_dynamic.default, (x, dtype, block_size))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.formats import BLOCKS_OPSET, FP8, INT4, QTYPES, UINT8
-from quantizer.numerics.granularity import beside, in_blocks, scale_shape
+from quantizer.numerics.granularity import beside, in_blocks, scale_of_each, scale_shape
+from quantizer.numerics.rounding import held_scale
 
 GRANULARITIES = [(None, None), (0, None), (-1, None), (0, 3), (-1, 2)]
 ONE = torch.tensor(1.0)
@@ -76,6 +77,26 @@ def test_the_worked_shapes_of_the_granularities(
     axis: int | None, block_size: int | None, shape: tuple[int, ...]
 ) -> None:
     assert scale_shape((6, 8), axis, block_size) == shape
+
+
+@pytest.mark.parametrize(
+    ("axis", "block_size", "scale", "first", "last"),
+    [
+        (None, None, torch.tensor(3.0), [3.0] * 4, [3.0] * 4),
+        (1, None, torch.tensor([1.0, 2.0, 3.0, 4.0]), [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]),
+        (-1, 2, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [1.0, 1.0, 2.0, 2.0], [3.0, 3.0, 4.0, 4.0]),
+    ],
+)
+def test_each_value_has_the_scale_of_its_group(
+    axis: int | None, block_size: int | None, scale: Tensor, first: list[float], last: list[float]
+) -> None:
+    assert scale_of_each(scale, (2, 4), axis, block_size).tolist() == [first, last]
+
+
+def test_a_scale_below_the_normal_numbers_is_rounded_up() -> None:
+    least, normal = 2.0**-24, 2.0**-14  # of float16
+    scales = torch.tensor([1e-12, least, 1.1 * least, 2.5 * least, normal, normal * (1 + 2**-12)])
+    assert held_scale(scales, torch.float16).tolist() == [least, least, 2 * least, 3 * least, normal, normal]
 
 
 # -- FP8 -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.numerics.weight_codes import gptq_codes, output_error, output_gains
+from quantizer.numerics.weight_codes import column_costs, gptq_codes, output_error, output_gains
 
 LOW, HIGH = -8, 7
 
@@ -121,6 +121,28 @@ def test_rows_with_nothing_in_common_have_no_gain() -> None:
     assert output_gains(weight, weight, torch.zeros(16, 16).double()).tolist() == [1, 1, 1]
 
 
+def test_columns_with_inputs_of_one_size_stay_in_order() -> None:
+    weight, hessian = weights(12, 80), hessian_of(inputs(400, 80))
+    hessian = hessian / hessian.diagonal().outer(hessian.diagonal()).sqrt()
+    hessian.fill_diagonal_(1.0)
+    by_size, in_order = (
+        gptq_codes(weight, hessian, steps(weight), LOW, HIGH, rows=400, by_size=by_size) for by_size in (True, False)
+    )
+    assert by_size is not None
+    assert in_order is not None
+    assert torch.equal(by_size, in_order)
+
+
+def test_the_size_of_all_inputs_changes_no_code() -> None:
+    weight, hessian = weights(12, 40), hessian_of(inputs(400, 40))
+    codes, of_small_inputs = (
+        gptq_codes(weight, hessian * size, steps(weight), LOW, HIGH, rows=400) for size in (1.0, 2.0**-30)
+    )
+    assert codes is not None
+    assert of_small_inputs is not None
+    assert torch.equal(codes, of_small_inputs)
+
+
 def test_columns_of_zero_inputs_are_rounded_to_nearest() -> None:
     x, weight = inputs(400, 40), weights(12, 40)
     x[:, [0, 17, 39]] = 0.0
@@ -155,8 +177,24 @@ def test_few_rows_stay_near_the_nearest_codes() -> None:
 
 
 def test_inputs_without_an_end_have_no_codes() -> None:
-    weight = weights(4, 8)
-    assert gptq_codes(weight, torch.full((8, 8), float("inf")), steps(weight), LOW, HIGH, rows=8) is None
+    weight, hessian = weights(4, 8), torch.full((8, 8), float("inf"))
+    assert gptq_codes(weight, hessian, steps(weight), LOW, HIGH, rows=8) is None
+    assert column_costs(hessian, rows=8) is None
+
+
+@pytest.mark.parametrize("by_size", [False, True])
+def test_the_cost_of_a_column_is_what_later_columns_cannot_make_up_for(by_size: bool) -> None:
+    hessians = torch.stack([hessian_of(inputs(400, 9, seed=seed).double()) for seed in range(2)])
+    found = column_costs(hessians, rows=400, by_size=by_size)
+    assert found is not None
+    for hessian, costs in zip(hessians, found, strict=True):
+        diagonal = hessian.diagonal()
+        damped = hessian + torch.eye(9).double() * diagonal.mean() * 9 / 400
+        order = diagonal.argsort(descending=True) if by_size else torch.arange(9)
+        for place, column in enumerate(order):
+            later = order[place + 1 :]
+            saved = damped[column, later] @ torch.linalg.inv(damped[later][:, later]) @ damped[later, column]
+            assert float(costs[column]) == pytest.approx(float(damped[column, column] - saved), rel=1e-9)
 
 
 def test_codes_stay_inside_of_the_bounds() -> None:

@@ -160,6 +160,13 @@ def test_the_edges_of_the_range_are_those_of_the_values(dtype: str, zero_point: 
     assert torch.equal(x.grad.bool(), expected)
 
 
+def test_the_scale_learns_from_a_value_between_the_last_step_and_the_edge() -> None:
+    scale, zero_point = torch.tensor(1.0, requires_grad=True), torch.tensor(0, dtype=torch.uint8)
+    ops.fake_quantize(torch.tensor([255.25]), scale, "uint8", None, None, zero_point).sum().backward()
+    assert scale.grad is not None
+    assert scale.grad.item() == 255 - 255.25
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_scale_alone_can_be_trained(case: Case) -> None:
     x, scale, weights, zero = example(case)

@@ -1,11 +1,20 @@
-"""Steps of 4 bits, two a byte."""
+"""Steps of 8 bits, one a byte, and of 4 bits, two a byte."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from quantizer.numerics.weight_codes import pack_pairs, packed_size, unpack_pairs
+from quantizer.numerics.weight_codes import byte_codes, pack_pairs, packed_size, unpack_pairs
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_bytes_are_the_rounded_and_shifted_values() -> None:
+    values = torch.tensor([[-3.0, -0.2, 0.0], [0.3, 1.1, 90.0]])
+    codes = byte_codes(values, 0.25, 7)
+    assert codes.dtype == torch.uint8
+    assert codes.tolist() == [[0, 6, 7], [8, 11, 255]]
+    assert byte_codes(values.t(), 0.25, 7).tolist() == codes.t().tolist()
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (3, 5), (1,), (0,), ()], ids=str)

@@ -32,6 +32,7 @@ class _Stateful(nn.Module):
         self.body = Mlp(16)
         self.memory = self.Memory()
         self.also = [self.memory]
+        self.counts = self.same_counts = [0]
         self.kept = torch.zeros(16)
         self.register_buffer("total", torch.zeros(16))
         self.count = 0
@@ -41,7 +42,9 @@ class _Stateful(nn.Module):
         self.memory.calls.append(self.count)
         self.kept += x.detach().mean((0, 1))
         self.total.add_(x.detach().mean((0, 1)))
+        self.counts[0] += 1
         assert self.also[0] is self.memory, "what was one object stays one"
+        assert self.same_counts is self.counts, "what was one list stays one"
         return self.body(x) + self.kept + self.total + len(self.memory.calls)
 
 
@@ -93,6 +96,13 @@ def test_a_proxy_that_is_kept_is_left_alone() -> None:
     assert next(kept.buffers()) is not next(tries.of(plan).buffers())
     assert_same(kept(x), frozen_proxy(model, plan)(x))
     assert tries.of(plan).body is not parts
+
+
+def test_a_proxy_that_nobody_keeps_is_used_again() -> None:
+    model, plan, _ = _stateful()
+    tries = FrozenTries(model)
+    proxy = weakref.ref(tries.of(plan))
+    assert tries.of(plan) is proxy()
 
 
 def test_changed_weights_are_not_computed_with() -> None:

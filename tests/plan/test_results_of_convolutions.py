@@ -139,6 +139,19 @@ def test_a_result_goes_back_with_its_convolution(calibrated: tuple[nn.Module, Qu
     assert not any(entry.quantized for path, entry in left.items() if path.startswith("silu."))
 
 
+def test_a_result_of_two_convolutions_goes_back_with_one_of_them() -> None:
+    parts = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(3, 8, 3), "last": nn.Conv2d(16, 8, 1)}
+    model = net("self.last(torch.cat([self.a(x), self.b(x.relu())], 1))", **parts).eval()
+    q = Quantizer(backend="onnxruntime", preset="plain")
+    q.calibrate(model, [torch.randn(32, 3, 8, 8)], progress=False)
+    assert q.plan["forward.cat_0.output"].quantized
+    group = q.plan["b._conv_forward.conv2d_1"].operands[0].group
+    left = with_fallback(q.plan, {str(group): "asked for"})
+    assert left["a._conv_forward.conv2d_1.output"].quantized
+    assert not left["forward.cat_0.output"].quantized
+    assert left["forward.cat_0.output"].reason == "it is not the output of a quantized convolution"
+
+
 def test_a_saved_plan_and_other_targets(calibrated: tuple[nn.Module, Quantizer, list[Tensor]], tmp_path: Path) -> None:
     model, q, data = calibrated
     q.save(tmp_path / "saved")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.pipeline.make_record import site_records
@@ -54,8 +55,19 @@ def test_inspect_counts_one_site_for_each_convolution() -> None:
     assert sorted(_of_conv(coverage.shown)) == _CONVS
     assert "residual_add" not in {row.kind for row in coverage.shown if row.name.startswith(("norm.", "wider."))}
     # An LSTM without projection has one product of its state.
-    assert "steps.recurrence.l0.forward.recurrent_product_1" not in {row.name for row in coverage.shown}
+    names = {row.name for row in coverage.shown}
+    assert "steps.recurrence.l0.forward.recurrent_product_0" in names
+    assert "steps.recurrence.l0.forward.recurrent_product_1" not in names
     assert len(_of_conv(coverage.all.shown)) == 7
+
+
+def test_an_add_of_a_number_is_float_before_any_calibration() -> None:
+    coverage = Quantizer(backend="onnxruntime").inspect(net("self.layer(torch.add(x, 1))", layer=linear()))
+    reasons = {row.kind: row.reason for row in coverage.all.shown}
+    assert reasons == {
+        "residual_add": "its operands are not floating-point tensors",
+        "linear": "not calibrated yet",
+    }
 
 
 def test_sites_that_never_run_are_skipped_only_in_code_of_the_user() -> None:

@@ -84,6 +84,14 @@ def test_scales_are_what_the_target_can_hold() -> None:
             assert bool((operand.scale > 0).all())
 
 
+def test_an_activation_with_a_single_value_says_so() -> None:
+    model = net("self.a(torch.full_like(x, 3)) + self.b(x)", a=linear(), b=linear()).eval()
+    q = Quantizer(preset="plain", backend="openvino")
+    q.calibrate(model, [torch.randn(4, 32)])
+    notes = {name: q.plan[f"{name}.forward.linear_0"].operands[0].note for name in "ab"}
+    assert notes == {"a": "all of its values in calibration were 3", "b": None}
+
+
 # -- groups --------------------------------------------------------------------------------------------------------
 
 

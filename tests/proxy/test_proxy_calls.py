@@ -112,9 +112,19 @@ def test_each_call_is_as_near_to_float_as_a_copy_of_the_module(backend: str, fac
     assert min(shared) > 35
 
 
+def test_calls_in_uint8_have_zero_points_of_their_own() -> None:
+    model = Pyramid(20.0).eval()
+    formats = [{"activations": "uint8"}]
+    proxy = make_calibrated(model, levels(16), backend="onnxruntime", activations=MAX, formats=formats).quantize(model)
+    assert min(of(model, proxy, *levels(1, seed=1)[0])) > 25
+
+
 def test_the_coverage_says_which_calls_have_ranges_of_their_own() -> None:
     q = make_calibrated(Pyramid(5.0).eval(), levels(), backend="openvino", activations=MAX)
-    assert "each of its 3 calls has its own range" in text(q.coverage)
+    (operand,) = [o for entry in q.plan.values() for o in entry.operands if o.calls]
+    amax = [call.amax for call in operand.calls]
+    wanted = f"each of its 3 calls has its own range, amax {min(amax):.3g} to {max(amax):.3g}"
+    assert wanted in text(q.coverage)
     assert "3 calls" in text(q.ranges)
 
 
@@ -274,6 +284,8 @@ def test_scales_are_given_for_each_call_or_for_all() -> None:
     name = next(path for path in q.scales() if path.endswith(".input"))
     q.load_scales({name: torch.tensor([0.1, 0.2, 0.3])})
     assert torch.equal(scale_of(q, ".input"), torch.tensor([0.1, 0.2, 0.3]))
+    (given,) = [operand for entry in q.plan.values() for operand in entry.operands if operand.calls]
+    assert given.largest_scale == pytest.approx(0.3)  # that of calls beyond those of a pass
     q.load_scales({name: torch.tensor(0.25)})
     assert torch.equal(scale_of(q, ".input"), torch.tensor(0.25))
     q = make_calibrated(model, levels(), backend="openvino", activations=MAX)

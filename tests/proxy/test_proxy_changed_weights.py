@@ -258,6 +258,29 @@ def test_a_large_table_that_changes_is_noticed(verb: str, through_data: bool) ->
         assert torch.equal(kept(IDS), expected)
 
 
+def test_a_table_whose_own_module_is_never_called_is_watched_too() -> None:
+    table = nn.Embedding(4000, 32)
+    model = net("self.linear(nn.functional.embedding(ids, self.table.weight))", "ids", table=table, linear=linear())
+    q = Quantizer(preset="plain", backend="openvino")
+    q.calibrate(model.eval(), [IDS])
+    frozen = q.quantize(model)
+    with torch.no_grad():
+        table.weight.mul_(2)
+    with pytest.raises(ProxyError, match=r"table\.weight changed since quantize\(model\)"):
+        frozen(IDS)
+
+
+def test_a_frozen_model_may_change_the_bias_that_it_copied() -> None:
+    q = Quantizer(preset="plain", backend="openvino")
+    model = _net()
+    q.calibrate(model, [X])
+    frozen: Any = q.quantize(model)
+    expected = frozen(X) + 1
+    with torch.no_grad():
+        frozen[2].bias.add_(1)
+    torch.testing.assert_close(frozen(X), expected)
+
+
 def test_a_cast_ends_the_sharing_and_the_watch() -> None:
     model = _table().eval()
     q = Quantizer(preset="plain", backend="openvino")

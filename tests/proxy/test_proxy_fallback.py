@@ -76,6 +76,12 @@ def test_groups_follow_the_fusions() -> None:
     assert all(len(members[group]) == 1 for group in adds)
 
 
+def test_a_group_is_named_for_its_sites() -> None:
+    model = net("self.last(self.a(x) + self.b(x))", a=linear(), b=linear(), last=linear()).eval()
+    q, _ = _measured(model, torch.randn(8, 32))
+    assert {"{a,b}.forward.linear_0", "last.forward.linear_0"} <= _members(q).keys()
+
+
 def test_coverage_says_why_a_group_is_float() -> None:
     _, q, amp = _bert()
     worst = q.sensitivity[0]

@@ -195,6 +195,18 @@ def test_every_format_survives_freezing_and_saving(
         assert torch.equal(Quantizer.load(tmp_path / "saved").quantize(model)(DATA), found)
 
 
+@pytest.mark.parametrize(("sign", "zero_point"), [(1.0, 0), (-1.0, 255)])
+def test_an_asymmetric_range_of_one_sign_ends_at_zero(sign: float, zero_point: int) -> None:
+    data = sign * torch.linspace(3, 5, 4 * 32).reshape(4, 32)
+    options: dict[str, Any] = {"backend": "onnxruntime", "activations": {"calibrator": "max"}}
+    formats = [{"activations": "uint8"}]
+    quantizer = make_calibrated(nn.Sequential(nn.Linear(32, 32)), [data], **options, formats=formats)
+    found = operand(quantizer, "0.forward.linear_0", "input")
+    assert found.scale is not None
+    assert float(found.scale) == pytest.approx(5 / 255)
+    assert found.zero_point == zero_point
+
+
 def test_an_asymmetric_range_uses_all_steps() -> None:
     model = Net().eval()
     options: dict[str, Any] = {"backend": "onnxruntime", "activations": {"calibrator": "max"}}

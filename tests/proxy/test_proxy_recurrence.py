@@ -173,6 +173,13 @@ def test_a_target_that_gains_nothing_keeps_the_kernel(backend: str) -> None:
     assert torch.equal(q.quantize(model)(x)[0], model(x)[0])
 
 
+def test_onnxruntime_takes_the_ranges_of_a_large_layer_at_run_time() -> None:
+    torch.manual_seed(0)
+    q = make_calibrated(nn.LSTM(24, 128).eval(), [torch.randn(5, 3, 24)], backend="onnxruntime")
+    inputs = [o for entry in q.plan.values() if entry.quantized for o in entry.operands if o.role == "activation"]
+    assert [(o.dtype, o.dynamic, o.scale) for o in inputs] == [("uint8", True, None)] * 2
+
+
 def test_a_small_layer_keeps_the_kernel() -> None:
     model, x = _made("lstm")
     q = make_calibrated(model, [x], backend="openvino")

@@ -108,6 +108,24 @@ def test_what_was_measured_with_the_former_range_goes_with_it() -> None:
     assert torch.equal(kept.scale, before[1].scale)
 
 
+def test_another_scale_of_uint8_moves_the_zero_point() -> None:
+    q = _calibrated(Mlp().eval(), backend="onnxruntime", formats=[{"activations": "uint8"}])
+    (before, _), name = q.plan[LINEAR].operands, f"{LINEAR}.input"
+    assert before.minimum is not None
+    q.load_scales({name: q.scales()[name] * 2})
+    assert q.plan[LINEAR].operands[0].zero_point == round(-before.minimum / float(q.scales()[name]))
+
+
+def test_scales_of_blocks_are_replaced_by_those_of_blocks_or_by_one() -> None:
+    q = _calibrated(Mlp().eval(), backend="onnxruntime", formats=[{"weights": "int4", "block_size": 16}])
+    name, found = f"{LINEAR}.weight", []
+    for scale in (q.scales()[name] * 2, torch.tensor(0.1)):
+        q.load_scales({name: scale})
+        weight = q.plan[LINEAR].operands[1]
+        found.append((weight.axis, weight.block_size))
+    assert found == [(1, 16), (None, None)]
+
+
 def test_a_scale_is_held_in_the_targets_type() -> None:
     model = Mlp().eval()
     q = _calibrated(model, backend="tensorrt")

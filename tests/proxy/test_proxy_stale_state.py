@@ -32,6 +32,16 @@ def _net() -> nn.Sequential:
 # -- weights that are picked at run time ---------------------------------------------------------------------------
 
 
+def test_a_weight_that_is_repeated_over_a_batch_is_the_frozen_one() -> None:
+    torch.manual_seed(0)
+    weights = nn.Parameter(torch.randn(3, 32, 32) / 6)
+    model = net("torch.bmm(x, self.weights[1].expand(len(x), 32, 32))", weights=weights).eval()
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
+    q.calibrate(model, [torch.randn(4, 8, 32)])
+    frozen, x = q.quantize(model), torch.randn(2, 8, 32)
+    assert _sqnr(frozen(x), model(x)) > 30
+
+
 @pytest.mark.parametrize("picked", [{"which": 2}, {"rows": 20}, {"other": 1}], ids=str)
 def test_a_weight_that_was_not_frozen_is_not_computed_with(picked: dict[str, int]) -> None:
     torch.manual_seed(0)
