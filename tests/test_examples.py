@@ -88,7 +88,11 @@ def test_a_notebook_is_stored_with_what_it_shows_and_nothing_of_its_machine(path
     assert "picture" in kinds
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+_LONG = ("compare_runs", "quantize_decoder", "train_quantized")
+"""Notebooks that run at night alone, with all others, in kernels of their own."""
+
+
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem not in _LONG], ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_is_stored(path: Path) -> None:
     _shows_what_is_stored(_executed(path.stem), path)
 
@@ -117,8 +121,10 @@ def test_minilm_shows_tables_and_pictures() -> None:
     notebook = _executed("quantize_minilm")
     coverage = _output(notebook, "q.coverage", "text/html")
     assert "<table>" in coverage
-    # Without VNNI products of two activations gain nothing, and the fastest engine adds in float.
-    assert f"linear 37 of 37, matmul {12 if BYTE_PRODUCTS_ARE_EXACT else 0} of 12" in coverage
+    # Without VNNI products of two activations gain nothing, and the fastest engine adds in float. With it, their loss
+    # is near the limit: a processor that adds in another order may decide otherwise.
+    left = "quantizing the attention lowers the SQNR" in coverage or not BYTE_PRODUCTS_ARE_EXACT
+    assert f"linear 37 of 37, matmul {0 if left else 12} of 12" in coverage
     assert "encoder.layer.0.attention.self.eager_attention_forward.matmul_0" in coverage
     assert ("SQNR" in coverage) is BYTE_PRODUCTS_ARE_EXACT
     assert "<table>" in _output(notebook, "q.ranges", "text/html")
@@ -148,6 +154,7 @@ def test_minilm_engine_is_close_to_float() -> None:
     assert "times as fast" in printed
 
 
+@pytest.mark.nightly
 def test_training_with_the_rounding_is_shown_step_by_step() -> None:
     notebook = _executed("train_quantized")
     assert "<svg" in _output(notebook, "q.sensitivity.plot(limit=8)", "text/html")
@@ -176,6 +183,7 @@ def test_the_vision_model_in_int8_reads_what_float_reads() -> None:
     assert float(rows["INT8 engine"][4]) > 20
 
 
+@pytest.mark.nightly
 def test_the_decoder_writes_with_its_cache_what_float_writes() -> None:
     notebook = _executed("quantize_decoder")
     printed = _printed(notebook)
@@ -200,6 +208,7 @@ def test_a_net_of_ones_own_has_a_verdict_and_pictures() -> None:
     assert _output(notebook, "torch.equal(engine(unseen[:4]), narrow)", "text/plain") == "True"
 
 
+@pytest.mark.nightly
 def test_compared_runs_differ_in_score_and_in_ranges() -> None:
     notebook = _executed("compare_runs")
     table = _output(notebook, "runs", "text/html")

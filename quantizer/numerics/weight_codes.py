@@ -195,7 +195,7 @@ def spend_deprecation_warning() -> None:
     """Trigger and hide torch's warning that quantized tensor types are deprecated, which it gives once per process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        byte_codes(torch.zeros(1), 1.0, 0)
+        byte_codes(torch.zeros(1, dtype=torch.float32), 1.0, 0)
 
 
 _LOW = 0b1111

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,7 @@ def resume_files(
     files = _in_one(Store(store), folder) if store is not None else _beside(folder, searches=searches, keeps=keeps)
     if trains:
         check_checkpoints(files.training)
+    new_parents = [parent for parent in folder.absolute().parents if not parent.exists()]
     used = {files.scores.folder: "scores", files.training if trains else None: "checkpoints"}
     # With ``store``, this is the folder of the scores.
     used[files.engines.folder] = "calibration, plans and engines"
@@ -71,6 +72,9 @@ def resume_files(
     except BaseException:
         if store is None:
             files.engines.clear()
+            for parent in new_parents:
+                with suppress(OSError):
+                    parent.rmdir()
         raise
     with said_complete(folder):
         files.scores.clear()

@@ -204,7 +204,14 @@ def test_after_the_time_budget_no_other_backend_begins(
 
 @pytest.mark.parametrize(
     ("goal", "shapes", "chosen"),
-    [("latency", ["1 x 16"], ONNXRUNTIME), ("throughput", ["2 x 16"], OPENVINO), ("both", ["2 x 16", "1 x 16"], None)],
+    some_daily(
+        [
+            ("latency", ["1 x 16"], ONNXRUNTIME),
+            ("throughput", ["2 x 16"], OPENVINO),
+            ("both", ["2 x 16", "1 x 16"], None),
+        ],
+        1,
+    ),
 )
 def test_engines_are_compared_at_the_sizes_of_the_goal(
     goal: str, shapes: list[str], chosen: str | None, at: Path, monkeypatch: pytest.MonkeyPatch
