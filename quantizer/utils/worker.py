@@ -23,6 +23,8 @@ from quantizer.errors import EngineError
 from quantizer.utils.child_process import child_environment, python_command
 
 _CHUNK = 2**16
+_OF_TORCH = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
+"""Variables that torch sets when it is first used. A new process would import its libraries again, in seconds."""
 
 
 class Worker:
@@ -101,7 +103,8 @@ class Worker:
 
     def _send(self, message: Any) -> subprocess.Popen[bytes]:
         """Send a line to the process, and return the process; start one if there is none for this environment."""
-        process, environment = self._process, child_environment()
+        process, variables = self._process, child_environment()
+        environment = {name: value for name, value in variables.items() if name not in _OF_TORCH}
         if process is None or process.poll() is not None or environment != self._environment:
             self.close()
             # Closed with the process. A pipe that nobody reads could fill up.
@@ -111,7 +114,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env=environment,
+                env=variables,
             )
         assert process.stdin is not None
         # A process that has ended is noticed when its reply is read.
