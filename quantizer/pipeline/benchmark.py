@@ -28,7 +28,7 @@ PYTORCH = "PyTorch float"
 
 NOT_VERIFIED = "not verified: built ahead of time, and this machine has no GPU"
 
-_LATENCY_ROUNDS, _LATENCY_SECONDS = 11, 10.0
+_LATENCY_ROUNDS, _LATENCY_SECONDS = 11, 5.0
 """Interleaved rounds at one size, and a time limit in seconds, which reduces the rounds of slow engines."""
 
 
