@@ -234,8 +234,8 @@ def leave_costly_attention(work: Work, *, searched: bool) -> bool:
         observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost="?")
     unquantized = work.error.of_all_ranks(work.plan(), batches)
     cost = 10 * math.log10(rounded / unquantized) if rounded and unquantized else 0.0
-    work_of = {path: entry.multiply_adds for path, entry in plan.items()}
-    share = sum(work_of[path] for path in products) / max(1, sum(work_of.values()))
+    multiply_adds = {path: entry.multiply_adds for path, entry in plan.items()}
+    share = sum(multiply_adds[path] for path in products) / max(1, sum(multiply_adds.values()))
     is_costly = cost >= (min(_GAIN_DB, _GAIN_OF_SHARE_DB * share) if searched else _GAIN_UNSEARCHED_DB)
     for path in products:
         observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost=f"{cost:.1f}") if is_costly else None

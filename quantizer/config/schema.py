@@ -149,8 +149,9 @@ class ReportConfig(Section):
     latency_shapes: Literal["usual", "one_and_usual", "all"] = Field(
         default="one_and_usual",
         description="Sizes of the latency benchmarks. 'usual': latency_batch and latency_sequence. 'one_and_usual': "
-        "also the smallest batch of export.dynamic, which is one sample by default. 'all': also the min, opt and max "
-        "sizes of export.dynamic, with the PyTorch float model as an additional baseline at the usual size.",
+        "also the smallest batch of export.dynamic, which is one sample by default. 'all': latency_batch and "
+        "latency_sequence, and the min, opt and max sizes of export.dynamic, with the PyTorch float model as an "
+        "additional baseline at the usual size.",
     )
     tolerance: float | None = Field(
         default=None,

@@ -212,8 +212,8 @@ def with_lengths(config: RunConfig, inputs: Inputs, samples: Sequence[Any]) -> R
     if is_set and sizes.is_open(SEQUENCE) and not (least <= low and longest <= high):
         raise ConfigError(
             [
-                f"export.dynamic.sequence: got the range from {low} to {high} values; expected at least {least}, which "
-                f"is the shortest recording that the model accepts, and at most {longest} or more, which are the "
+                f"export.dynamic.sequence: got the range from {low} to {high} values; expected at least {least} as "
+                f"its beginning, the shortest recording that the model accepts, and at least {longest} as its end, the "
                 f"{inputs.recordings.seconds:g} s of model.seconds"
             ]
         )

@@ -131,9 +131,12 @@ class Workload:
         percentile, it provides the statistics, from which the plan follows as if the quantizer had seen the batches
         itself.
         """
-        model = self.context.model
+        model, cache = self.context.model, self.context.resume.calibration.folder
+        calibrate = partial(
+            Quantizer.calibrate, model=model, batches=batches, split=True, cache=cache, tell=self._tell_resumed
+        )
         if self.shared is None:
-            self._calibrate_once(quantizer, batches)
+            calibrate(quantizer)
             return
         if (place := self.shared.place(quantizer)) is None:
             own, settings = Quantizer(quantizer.config), settings_of(quantizer.config)
@@ -144,20 +147,16 @@ class Workload:
                     own.inherit(known)
                     break
             else:
-                self._calibrate_once(own, batches)
+                calibrate(own)
             place = len(self.shared.calibrated)
             self.shared.calibrated.append(own)
         quantizer.inherit(self.shared.calibrated[place])
 
-    def _calibrate_once(self, quantizer: Quantizer, batches: Sequence[Batch]) -> None:
-        """Calibrate a quantizer, or take the calibration of an interrupted command."""
-        kept, timer = self.context.resume, self.context.timer
-
-        def tell(calibration: str) -> None:
-            others = f", {counted(kept.engines.count, 'other result')}" if kept.engines.count else ""
-            timer.say(f"  resumes: {calibration}{others} from {kept.calibration.folder}")
-
-        quantizer.calibrate(self.context.model, batches, split=True, cache=kept.calibration.folder, tell=tell)
+    def _tell_resumed(self, calibration: str) -> None:
+        """Print which results of an interrupted command are used."""
+        kept = self.context.resume
+        others = f", {counted(kept.engines.count, 'other result')}" if kept.engines.count else ""
+        self.context.timer.say(f"  resumes: {calibration}{others} from {kept.calibration.folder}")
 
     def amp(self, quantizer: Quantizer, settings: str, measure: Callable[[Quantizer], nn.Module]) -> nn.Module:
         """Return the amp proxy of a quantizer, or an earlier one with equal configuration and settings."""

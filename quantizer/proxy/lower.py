@@ -407,7 +407,7 @@ def lower(proxy: nn.Module, lowering: Lowering) -> nn.Module:
 def with_kernels(weights: Iterable[tuple[Site, OperandQuantizer, Tensor]]) -> Iterator[None]:
     """Compute active sites of a proxy by integer kernels in the block, where there are any.
 
-    The results are those of simulated rounding up to the order of float sums, in a third of the time.
+    The results are those of simulated rounding up to the order of float sums, in half the time.
 
     Args:
         weights: site, quantizer and float value of each quantized weight of the proxy.
