@@ -224,6 +224,7 @@ def test_a_loaded_model_is_the_frozen_one(bert, tmp_path):
     pickle.loads(pickle.dumps(frozen)).save_pretrained(tmp_path / "int8")
     again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "int8")
     assert_same(again(**TEXT), frozen(**TEXT))
+    assert [weight.shape for weight in again.parameters()] == [weight.shape for weight in frozen.parameters()]
     q = quantizer_of(again)
     with pytest.raises(ProxyError, match="the model is already a proxy"):
         q.qat(again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,15 @@ def test_changed_weights_are_not_computed_with() -> None:
     model.stem.weight = nn.Parameter(model.stem.weight * 2)
     assert_same(seen(tries.of(plan), x), seen(frozen_proxy(model, plan), x))
     model.head.weight.data.mul_(-1)
+    assert_same(seen(tries.of(plan), x), seen(frozen_proxy(model, plan), x))
+
+
+def test_a_part_that_got_another_name_is_built_anew() -> None:
+    model, x = nn.Sequential(OrderedDict(first=nn.Linear(8, 8))).eval(), torch.randn(4, 8)
+    tries = FrozenTries(model)
+    tries.of(make_calibrated(model, [x], backend="openvino").plan)
+    model.second = model._modules.pop("first")
+    plan = make_calibrated(model, [x], backend="openvino").plan
     assert_same(seen(tries.of(plan), x), seen(frozen_proxy(model, plan), x))
 
 

@@ -293,6 +293,9 @@ def test_fallback_puts_it_back() -> None:
     q.fallback(amp, num=1)
     back = [path for path, entry in q.plan.items() if not entry.quantized and "linear" in path]
     assert back in ([f"{name}.forward.linear_0" for name in ("query", "key", "value")], ["out.forward.linear_0"])
+    # A layer that stays float multiplies nothing, so it holds no factors.
+    factors = {name.partition(".")[0] for name in q.quantize(model).state_dict() if name.endswith(".factor")}
+    assert factors == {"query", "key", "value", "out"} - {path.partition(".")[0] for path in back}
 
 
 def test_half_precision_keeps_the_factors() -> None:

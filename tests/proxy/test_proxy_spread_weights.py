@@ -138,6 +138,18 @@ def test_a_saved_quantizer_spreads_too(tmp_path: Path) -> None:
         assert torch.equal(Quantizer.load(tmp_path / "q").quantize(model)(x), frozen(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
+def test_a_trace_spreads_over_its_batch() -> None:
+    torch.manual_seed(0)
+    _, frozen = _quantized(Spread("expand").eval())
+    with torch.no_grad():
+        traced = torch.jit.trace(frozen, _noise(8))
+        for rows in (8, 3):
+            x = _noise(rows)
+            assert torch.equal(traced(x), frozen(x))
+
+
 def test_a_computation_without_copies() -> None:
     spread = Computation(
         ("w",),

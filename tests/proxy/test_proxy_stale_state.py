@@ -61,6 +61,23 @@ def test_a_weight_that_was_not_frozen_is_not_computed_with(picked: dict[str, int
     assert _sqnr(frozen.double()(X.double()), model(X)) > 30
 
 
+def test_another_parameter_in_the_same_memory_is_not_the_frozen_one() -> None:
+    torch.manual_seed(0)
+    memory = torch.randn(2, 32, 32) / 6
+    model = net(
+        "F.linear(x, self.second if second else self.first) + self.first.sum() + self.second.sum()",
+        "x, second=True",
+        first=nn.Parameter(memory[0]),
+        second=nn.Parameter(memory[1]),
+    ).eval()
+    q = Quantizer(preset="plain", backend="openvino", activations={"calibrator": "max"})
+    q.calibrate(model, [X])
+    frozen = q.quantize(model)
+    assert _sqnr(frozen(X), model(X)) > 30
+    with pytest.raises(ProxyError, match=r"is not the frozen one, .*: the model selects it at run time"):
+        frozen(X, second=False)
+
+
 def test_a_cast_that_fails_leaves_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _net()
     q = Quantizer(preset="plain", backend="openvino", formats=[{"activations": "float", "weights": "int8"}])
