@@ -505,6 +505,9 @@ class _Built:
 
     def restore(self) -> bool:
         """Restore classes and attributes; return False and change nothing if other code refers to a module."""
+        if not self._references:
+            # The plan before this one failed, so the references were not counted.
+            return False
         referenced = any(now > before for now, before in zip(self._counted(), self._references, strict=True))
         if referenced or not self._restorable:
             return False

@@ -77,7 +77,8 @@ class Computation:
         results: list[Sequence[Any]] = [[value.detach() for value in inputs]]
         for step in self.steps:
             results.append(_executed(step, results))
-        tensor = results[-1][self.output if self.steps else 0]
+        outputs, place = results[-1], self.output if self.steps else 0
+        tensor = outputs[place] if 0 <= place < len(outputs) else None
         if not isinstance(tensor, Tensor):
             raise ValueError(f"output {self.output} of {self.steps[-1].operation} is not a tensor")
         return tensor

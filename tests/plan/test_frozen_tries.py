@@ -15,6 +15,7 @@ from helpers import ConvNet, Mlp, Snapshot, assert_same
 from torch import Tensor, nn
 from tries import seen, without
 
+from quantizer.errors import ProxyError
 from quantizer.plan.apply import FrozenTries, frozen_proxy
 from quantizer.plan.site_plan import Plan, with_fallback
 
@@ -128,6 +129,16 @@ def test_a_part_that_got_another_name_is_built_anew() -> None:
     model.second = model._modules.pop("first")
     plan = make_calibrated(model, [x], backend="openvino").plan
     assert_same(seen(tries.of(plan), x), seen(frozen_proxy(model, plan), x))
+
+
+def test_a_plan_that_fails_does_not_end_a_search() -> None:
+    model, x = Mlp().eval(), torch.randn(3, 32)
+    plan = make_calibrated(model, [x], backend="openvino").plan
+    tries = FrozenTries(model)
+    for _ in range(2):
+        with pytest.raises(ProxyError, match="belongs to another model"):
+            tries.of({path: plan[path] for path in list(plan)[1:]})
+        assert_same(seen(tries.of(plan), x), seen(frozen_proxy(model, plan), x))
 
 
 class _CopiesItself(Mlp):

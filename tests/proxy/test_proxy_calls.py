@@ -7,6 +7,7 @@ import io
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import onnx
 import pytest
 import torch
 from calibrated import make_calibrated
+from helpers import assert_same
 from onnx import numpy_helper
 from torch import Tensor, nn
 from toy_nets import net
@@ -21,7 +23,9 @@ from toy_nets import net
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.observe.range_group import MOST_CALLS
-from quantizer.proxy.build import quantizers_of
+from quantizer.plan.apply import is_frozen_by
+from quantizer.plan.site_plan import Plan
+from quantizer.proxy.build import quantizers_of, sites_of
 
 MAX = {"calibrator": "max"}
 
@@ -117,6 +121,44 @@ def test_calls_in_uint8_have_zero_points_of_their_own() -> None:
     formats = [{"activations": "uint8"}]
     proxy = make_calibrated(model, levels(16), backend="onnxruntime", activations=MAX, formats=formats).quantize(model)
     assert min(of(model, proxy, *levels(1, seed=1)[0])) > 25
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_ranges_of_calls_are_part_of_a_frozen_model(dtype: str) -> None:
+    model = Pyramid(20.0).eval()
+    formats = [{"activations": dtype}]
+    q = make_calibrated(model, levels(), backend="onnxruntime", activations=MAX, formats=formats)
+    frozen = q.quantize(model)
+    assert is_frozen_by(frozen, q.plan)
+
+    def changed(**fields: Any) -> Plan:
+        return {
+            path: replace(
+                entry,
+                operands=tuple(
+                    replace(o, calls=tuple(replace(call, **fields) for call in o.calls)) for o in entry.operands
+                ),
+            )
+            for path, entry in q.plan.items()
+        }
+
+    assert is_frozen_by(frozen, changed())
+    assert not is_frozen_by(frozen, changed(scale=1.0))
+    assert not is_frozen_by(frozen, changed(zero_point=3))
+
+
+def test_ranges_of_calls_do_not_depend_on_the_default_type() -> None:
+    model, batches = Pyramid(20.0).eval(), levels()
+    q = make_calibrated(model, batches, backend="openvino", activations=MAX)
+    expected = q.quantize(model)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = q.quantize(model)
+        assert_same([found(*batch) for batch in batches], [expected(*batch) for batch in batches])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    scales = [call.scale for site in sites_of(found) for each in quantizers_of(site) for call in each.calls]
+    assert {scale.dtype for scale in scales if scale is not None} == {torch.float32}
 
 
 def test_the_coverage_says_which_calls_have_ranges_of_their_own() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +281,25 @@ def test_a_frozen_model_may_change_the_bias_that_it_copied() -> None:
     with torch.no_grad():
         frozen[2].bias.add_(1)
     torch.testing.assert_close(frozen(X), expected)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_parameter_that_was_put_into_a_frozen_model_is_not_watched(alive: bool) -> None:
+    model: Any = _table().eval()
+    q = Quantizer(preset="plain", backend="openvino")
+    q.calibrate(model, [IDS])
+    frozen: Any = q.quantize(model)
+    expected = frozen(IDS).detach()
+    frozen.table.weight = nn.Parameter(model.table.weight.detach().clone())
+    if not alive:
+        former = weakref.ref(model.table.weight)
+        model = q = None  # type: ignore[assignment]
+        gc.collect()
+        assert former() is None
+    assert torch.equal(frozen(IDS), expected)
+    with torch.no_grad():
+        frozen.table.weight.neg_()
+    assert not torch.equal(frozen(IDS), expected)
 
 
 def test_a_cast_ends_the_sharing_and_the_watch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import yaml
 from calibrated import make_calibrated
 from daily import some_daily
-from helpers import Snapshot
+from helpers import Snapshot, assert_same
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -22,6 +23,7 @@ from toy_nets import linear, net
 from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.errors import CalibrationError, ProxyError, QuantizerError
+from quantizer.proxy.weight import Computation, Step, named_tensors
 
 X = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
 SOUND = torch.randn(8, 32, 20, generator=torch.Generator().manual_seed(4))
@@ -309,6 +311,19 @@ def test_a_choice_at_run_time_that_calibration_did_not_see_is_an_error() -> None
             frozen(X[:31])
 
 
+def test_a_computed_weight_of_zeros_is_the_frozen_one() -> None:
+    torch.manual_seed(0)
+    gated = net(
+        "F.linear(x, self.weight * self.gate)",
+        weight=nn.Parameter(torch.randn(32, 32)),
+        gate=nn.Parameter(torch.zeros(1)),
+    )
+    model = nn.Sequential(nn.Linear(32, 32), gated).eval()
+    frozen = make_calibrated(model, [X], backend="openvino").quantize(model)
+    with torch.no_grad():
+        assert torch.equal(frozen(X), torch.zeros(32, 32))
+
+
 def test_a_computed_weight_with_nan_is_an_error() -> None:
     model = Weighted(lambda m, x: (m.weight * 0) / m.gain.sub(1)).eval()
     with pytest.raises(CalibrationError, match=r"computed from weight, gain, .* contains NaN"):
@@ -358,3 +373,38 @@ def test_a_damaged_computation_is_told(change: dict[str, str], match: str, tmp_p
     (folder / "quantizer.yaml").write_text(yaml.safe_dump(document))
     with pytest.raises(QuantizerError, match=match):
         Quantizer.load(folder)
+
+
+_SQUARE = Step("aten.mul.Tensor", '[[{"input": 0}, {"input": 0}], {}]')
+
+
+@pytest.mark.parametrize(
+    ("steps", "output", "match"),
+    [
+        ((_SQUARE,), 3, r"^output 3 of aten\.mul\.Tensor is not a tensor$"),
+        ((_SQUARE,), -2, r"^output -2 of aten\.mul\.Tensor is not a tensor$"),
+        ((_SQUARE, Step("aten.dim.default", '[[{"input": 0}], {}]')), 0, r"^output 0 of aten\.dim\.default is not"),
+        (
+            (_SQUARE, replace(_SQUARE, arguments='[[{"input": 7}], {}]')),
+            0,
+            r"^steps\[1\], aten\.mul\.Tensor: list index",
+        ),
+    ],
+)
+def test_a_computation_that_gives_no_weight_is_told(steps: tuple[Step, ...], output: int, match: str) -> None:
+    assert_same(Computation(("w",), (_SQUARE,)).of([X]), X * X)
+    with pytest.raises(ValueError, match=match):
+        Computation(("w",), steps, output).of([X])
+
+
+def test_a_buffer_that_two_modules_have_is_known_by_both_names() -> None:
+    model = nn.Sequential(Masked(4, 4), Masked(4, 4))
+    model[1].mask = model[0].mask
+    assert {"0.mask", "1.mask"} <= set(named_tensors(model))
+
+
+def test_a_computed_weight_is_called_after_its_largest_input() -> None:
+    model, _, x = _net("weight_norm")
+    weight = _weight(make_calibrated(model, [x], backend="openvino"))
+    assert weight.parameter == "1.parametrizations.weight.original1"
+    assert model.get_parameter(weight.parameter).dim() == 3

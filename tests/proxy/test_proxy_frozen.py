@@ -322,6 +322,12 @@ def test_a_loaded_quantizer_can_be_calibrated_again(tmp_path: Path) -> None:
     assert torch.equal(loaded.quantize(model)(x), expected(x))
 
 
+def test_the_weight_of_a_convolution_is_a_plain_tensor() -> None:
+    _, frozen = _frozen(ConvNet().eval(), torch.randn(2, 3, 16, 16))
+    # That of a table is not: a lookup reads a few rows.
+    assert type(frozen.stem.weight) in (Tensor, nn.Parameter)
+
+
 # -- tracing, compiling, exporting ---------------------------------------------------------------------------------
 
 _LOAD_TRACED = """

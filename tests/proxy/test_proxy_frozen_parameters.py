@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -73,6 +74,27 @@ def test_what_is_listed_is_what_is_computed_with_and_cannot_be_trained() -> None
     assert all(any(p is other for other in listed) for p in named.values())
     assert next(frozen[0].parameters(recurse=False)).shape == (8, 8)
     assert [*itertools.islice(frozen[1].parameters(), 2)] == [frozen[1].weight, frozen[1].bias]
+
+
+class Scaled(nn.Module):
+    """Lists its parameter to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        yield from ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_part_without_stored_weights_lists_what_it_did() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Scaled()).eval()
+    q = Quantizer(preset="plain", backend="openvino")
+    q.calibrate(model, [X])
+    assert list(q.quantize(model)[1].parameters()) == []
 
 
 def test_an_asymmetric_or_tied_weight_is_listed_as_often_as_in_the_model() -> None:

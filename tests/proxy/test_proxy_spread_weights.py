@@ -166,3 +166,6 @@ def test_a_computation_without_copies() -> None:
         '[[{"step": 1, "output": 0}, [1, 4, 5, 8]], {}]',
     ]
     assert one.without_copies([torch.zeros(5, 32)]) == one
+    joined = Computation(("w", "v"), (Step("aten.stack.default", '[[[{"input": 0}, {"input": 1}]], {}]'),))
+    assert joined.without_copies([torch.zeros(5), torch.ones(5)]) == joined
+    assert joined.of([torch.zeros(5), torch.ones(5)]).shape == (2, 5)

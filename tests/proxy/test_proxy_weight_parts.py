@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from helpers import Mlp
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ProxyError
 from quantizer.numerics.rounding import GAIN
 from quantizer.plan.apply import is_frozen_by, require_scales_of
+from quantizer.plan.site_plan import OperandPlan, Plan
 from quantizer.plan.weight_scales import with_scales_of_weights
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -107,6 +110,36 @@ def test_a_proxy_is_frozen_by_its_own_plan_alone() -> None:
     others = {**{path: entry for path, entry in plan.items() if path != first}, "elsewhere": plan[first]}
     assert not is_frozen_by(frozen, others)
     assert not is_frozen_by(frozen, {path: entry for path, entry in plan.items() if path != first})
+
+
+def _with(plan: Plan, role: str, change: Callable[[OperandPlan], dict[str, Any]]) -> Plan:
+    """A plan with some fields changed of all operands of a role."""
+    return {
+        path: replace(entry, operands=tuple(replace(o, **change(o)) if o.role == role else o for o in entry.operands))
+        for path, entry in plan.items()
+    }
+
+
+def test_a_plan_of_another_format_is_another_one() -> None:
+    quantizer, frozen = _frozen()
+    assert not is_frozen_by(frozen, _with(quantizer.plan, "activation", lambda _: {"dtype": "uint8"}))
+    assert not is_frozen_by(frozen, _with(quantizer.plan, "activation", lambda _: {"dynamic": True}))
+
+
+def test_a_plan_of_ranges_at_run_time_is_not_one_of_static_ones() -> None:
+    model = Mlp().eval()
+    quantizer = Quantizer(preset="plain", backend="onnxruntime", activations={"ranges": "dynamic"})
+    quantizer.calibrate(model, [torch.randn(4, 32)])
+    frozen = quantizer.quantize(model)
+    assert is_frozen_by(frozen, quantizer.plan)
+    assert not is_frozen_by(frozen, _with(quantizer.plan, "activation", lambda _: {"dynamic": False}))
+    assert not is_frozen_by(frozen, _with(quantizer.plan, "activation", lambda _: {"block_size": 16}))
+
+
+def test_a_plan_with_other_integers_is_another_one() -> None:
+    quantizer, frozen = _frozen(weights={"rounding": "gptq"})
+    assert is_frozen_by(frozen, quantizer.plan)
+    assert not is_frozen_by(frozen, _with(quantizer.plan, "weight", lambda o: {"codes": -cast("Tensor", o.codes)}))
 
 
 def test_one_row_that_a_type_does_not_hold_is_enough_to_refuse() -> None:
