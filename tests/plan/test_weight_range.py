@@ -151,6 +151,16 @@ def test_where_codes_are_bounded_nothing_is_clipped() -> None:
     assert torch.equal(weight.amax, net.first.weight.detach().abs().amax(1))  # type: ignore[arg-type]
 
 
+def test_eight_bits_are_clipped_elsewhere() -> None:
+    net = Net().eval()
+    settings = {"calibrator": "percentile", "percentile": 90}
+    q = make_calibrated(net, data(), backend="openvino", weights=settings)
+    weight, values = q.plan["first.forward.linear_0"].operands[1], net.first.weight.detach()
+    assert weight.estimate == "percentile 90"
+    assert bool((weight.amax < values.abs().amax(1)).all())  # type: ignore[operator]
+    assert (weight.minimum, weight.maximum) == (float(values.min()), float(values.max()))
+
+
 def test_bad_input() -> None:
     with pytest.raises(
         ConfigError, match=r"weights.calibrator: got the text 'entropy'; expected 'max', 'mse' or 'percentile'"

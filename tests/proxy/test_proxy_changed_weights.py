@@ -17,6 +17,7 @@ from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ProxyError, TrainingError
+from quantizer.plan.weight_scales import with_scales_of_weights
 
 CHANGED = "of 4 parameters changed since the calibration"
 
@@ -127,6 +128,15 @@ def test_a_folder_without_a_fingerprint_refuses_what_its_scales_do_not_fit(tmp_p
     other = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).eval()
     with pytest.raises(CalibrationError, match=r"0\.weight has the shape \[48, 32\], which does not fit its scales"):
         Quantizer.load(tmp_path / "q").quantize(other)
+
+
+def test_a_part_of_a_parameter_that_became_smaller_is_refused() -> None:
+    model: Any = net("F.linear(x, self.packed[16:])", packed=nn.Parameter(torch.randn(48, 32))).eval()
+    q = Quantizer(preset="plain", backend="openvino")
+    q.calibrate(model, [X])
+    smaller = net("F.linear(x, self.packed[16:])", packed=nn.Parameter(torch.randn(24, 32))).eval()
+    with pytest.raises(CalibrationError, match=r"packed has the shape \[24, 32\], which does not fit its scales"):
+        with_scales_of_weights(q.plan, smaller, torch.float32, None)
 
 
 def _kept_model(q: Quantizer) -> Any:

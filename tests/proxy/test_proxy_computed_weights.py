@@ -311,6 +311,15 @@ def test_a_choice_at_run_time_that_calibration_did_not_see_is_an_error() -> None
             frozen(X[:31])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+def test_a_trace_does_not_compare_weights() -> None:
+    # torch warns of every number that a trace reads from a tensor.
+    model, _, x = _net("mask")
+    frozen = make_calibrated(model, [x], backend="openvino").quantize(model)
+    with torch.no_grad():
+        assert_same(torch.jit.trace(frozen, x)(x), frozen(x))
+
+
 def test_a_computed_weight_of_zeros_is_the_frozen_one() -> None:
     torch.manual_seed(0)
     gated = net(

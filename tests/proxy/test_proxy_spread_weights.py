@@ -139,7 +139,6 @@ def test_a_saved_quantizer_spreads_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
 def test_a_trace_spreads_over_its_batch() -> None:
     torch.manual_seed(0)
     _, frozen = _quantized(Spread("expand").eval())

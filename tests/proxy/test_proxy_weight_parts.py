@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
-from helpers import Mlp
+from helpers import Mlp, assert_same
 from torch import Tensor, nn
+from torch.nn import functional
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ProxyError
+from quantizer.numerics.formats import qtype
 from quantizer.numerics.rounding import GAIN
 from quantizer.plan.apply import is_frozen_by, require_scales_of
-from quantizer.plan.site_plan import OperandPlan, Plan
-from quantizer.plan.weight_scales import with_scales_of_weights
+from quantizer.plan.site_plan import OperandPlan, Plan, with_fallback
+from quantizer.plan.weight_scales import (
+    beyond,
+    codes_of_file,
+    file_of_codes,
+    weight_amax,
+    with_scales_of_weights,
+    without_codes,
+)
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.weight import non_finite
+from quantizer.proxy.weight import Weights, non_finite
 
 
 def test_what_no_step_can_hold() -> None:
@@ -34,6 +44,66 @@ def test_what_no_step_can_hold() -> None:
     # torch knows no extremes of floats of 8 bits.
     assert non_finite(torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)) is None
     assert non_finite(torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)) == "NaN"
+
+
+def test_a_part_of_a_parameter_is_a_view_of_it() -> None:
+    memory = torch.arange(64.0)
+    first, second = nn.Parameter(memory[:32].view(4, 8)), nn.Parameter(memory[32:].view(4, 8))
+    weights = Weights([("first", first), ("second", second)])
+    for part in (second.t(), second[1:], second.view(2, 2, 8).transpose(0, 1), second[2].view(8, 1)):
+        found = weights.find(part)
+        assert found is not None
+        assert found.paths == ("second",)
+        assert_same(found.tensor(), part.detach().contiguous())
+    # What lies in the memory of both is of neither, nor is what leaves out a column or repeats a row.
+    for other in (memory[16:48].view(4, 8), memory.view(8, 8), second[:, 1:], second[0].expand(4, 8), second.int()):
+        assert weights.find(other) is None
+
+
+def test_two_weights_are_the_same_if_their_parameters_are() -> None:
+    first, second = (nn.Parameter(torch.zeros(4, 8)) for _ in range(2))
+    weights = Weights([("first", first), ("second", second)])
+    (one, two), (again, _) = [[weights.find(each.t()) for each in (first, second)] for _ in range(2)]
+    assert one is not None
+    assert two is not None
+    assert again is not None
+    assert one.is_same(again)
+    assert not one.is_same(two)
+
+
+@pytest.mark.parametrize("shape", [(6,), (5,), (3, 6), (3, 5), (4, 5), (2, 3, 6), (2, 4, 3)])
+def test_integers_of_a_file_are_those_that_were_stored(shape: tuple[int, ...]) -> None:
+    codes = torch.randint(-8, 8, shape, dtype=torch.int8)
+    stored = file_of_codes(codes, "int4")
+    assert stored.shape == ((*shape[:-1], shape[-1] // 2) if shape[-1] % 2 == 0 else shape)
+    assert_same(codes_of_file(stored, "int4"), codes)
+    assert_same(file_of_codes(codes, "int8"), codes)
+    # Of a damaged file nothing is made.
+    damaged = codes.view(torch.uint8)
+    assert codes_of_file(damaged, "int8") is damaged
+    assert codes_of_file(damaged, "int5") is damaged
+
+
+def test_one_scale_beyond_the_type_is_enough() -> None:
+    assert beyond(1.0, torch.tensor([1.0, 2.0]), torch.float16) is None
+    assert "float16" in str(beyond(1e9, torch.tensor([1.0, float("inf")]), torch.float16))
+
+
+def test_the_range_of_a_vector_is_that_of_each_value() -> None:
+    vector = torch.tensor([1.0, -2.0, 3.0])
+    assert_same(weight_amax(vector, 0, None, qtype("int8"), "percentile 50"), vector.abs())
+    assert_same(weight_amax(vector, None, None, qtype("int8"), "percentile 50"), torch.tensor(2.0))
+
+
+def test_rounding_to_nearest_is_told_of_what_is_quantized() -> None:
+    quantizer, _ = _frozen(weights={"rounding": "gptq"})
+    plan = quantizer.plan
+    first, second = (path for path in plan if "linear" in path)
+    (group,) = {operand.group for operand in plan[first].operands if operand.group is not None}
+    nearest = without_codes(with_fallback(plan, {group: "it was asked for"}), "it is told")
+    assert nearest[first].reason == "it was asked for"
+    assert "rounded to nearest: it is told" in nearest[second].reason
+    assert without_codes(nearest, "it is told again")[second].reason == nearest[second].reason
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf")])
@@ -93,6 +163,26 @@ def test_the_gradient_of_a_learned_scale_is_that_of_lsq() -> None:
     gradient = float(torch.where(inside, steps - ratio, steps).sum())
     assert change.grad is not None
     assert float(change.grad) == pytest.approx(gradient * scale / GAIN / (x.numel() * 127) ** 0.5, rel=1e-4)
+
+
+def test_a_lookup_reads_the_rows_that_it_needs() -> None:
+    table, ids = torch.randn(9, 4), torch.tensor([[2, 5, 2]])
+    lookup = partial(functional.embedding, ids, table)
+    quantizer = OperandQuantizer()
+    quantizer.set_scale(torch.rand(9) + 0.1, "int8", 0)
+    assert_same(quantizer.rows(table, ids, lookup), quantizer(table)[ids])
+    quantizer.watcher = lambda *_: None
+    assert quantizer.rows(table, ids, lookup) is None
+    with torch.no_grad():
+        assert_same(quantizer.rows(table, ids, lookup), quantizer(table)[ids])
+    quantizer.set_codes(torch.arange(36, dtype=torch.int8).view(9, 4))
+    assert_same(quantizer.rows(table, ids, lookup), quantizer(table)[ids])
+    quantizer.store(table)
+    assert_same(quantizer.rows(table, ids, lookup), quantizer(table)[ids])
+    quantizer.enabled = False
+    assert quantizer.rows(table, ids, lookup) is None
+    quantizer.set_scale(torch.rand(4) + 0.1, "int8", 1)
+    assert quantizer.rows(table, ids, lookup) is None
 
 
 def _frozen(**options: object) -> tuple[Quantizer, nn.Module]:
@@ -169,8 +259,9 @@ def test_a_given_scale_whose_steps_saturate_is_refused() -> None:
     }
     # The product's own scales have 64 steps, which the target adds.
     with_scales_of_weights(given, model, torch.float32, 64)
-    with pytest.raises(CalibrationError, match="saturate beyond 32"):
-        with_scales_of_weights(given, model, torch.float32, 32)
+    for fewer in (63, 32):
+        with pytest.raises(CalibrationError, match=f"saturate beyond {fewer}"):
+            with_scales_of_weights(given, model, torch.float32, fewer)
 
 
 def test_an_operand_that_stays_float_hides_no_scale_of_another() -> None:
