@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, QuantizerError
@@ -149,6 +153,187 @@ def test_a_product_of_no_site_is_refused(folder: Path) -> None:
     tensors["document"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     save_file(tensors, folder / "observed.safetensors")
     with pytest.raises(QuantizerError, match=r"damaged: products of '9\..*', which is not a site"):
+        Quantizer.load(folder).calib(_model(), resume=True)
+
+
+# -- what of a plan does not fit together --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model with smoothed inputs, chosen integers, a shifted bias and a part of a parameter."""
+    torch.manual_seed(0)
+    model = net("self.last(x @ self.packed[4:].t())", packed=nn.Parameter(torch.randn(24, 16)), last=nn.Linear(20, 8))
+    q = Quantizer(
+        preset="plain",
+        backend="onnxruntime",
+        activations={"smoothquant_alpha": 0.5},
+        weights={"rounding": "gptq"},
+        bias_correction=True,
+    )
+    q.calibrate(model.eval(), [torch.randn(64, 16)], progress=False)
+    return q.save(tmp_path_factory.mktemp("whole") / "saved")
+
+
+def _copied(whole: Path, tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    return _edited(folder, lambda document: document.pop("sha256"))
+
+
+def _call(**fields: Any) -> dict[str, Any]:
+    return {"tensor": 0, "amax": 1.0, "scale": 0.1, "zero_point": None, **fields}
+
+
+@pytest.mark.parametrize(
+    ("site", "operand", "edit", "message"),
+    [
+        (0, None, {"line": -1}, r"sites\[0\]\.line: expected 0 or more, got -1"),
+        (0, 0, {"role": "other"}, r"operands\[0\]\.role: expected activation or weight, got 'other'"),
+        (0, 1, {"name": "input"}, r"operands: names must be unique, got input, input"),
+        (0, 0, {"dynamic": True}, "dynamic: expected an integer activation without a scale"),
+        (0, 0, {"smooth_axis": None}, "smooth_axis: expected exactly if there are smooth factors"),
+        (0, 0, {"axis": 0}, r"axis: 0 with block_size None does not fit scales \[\]"),
+        (0, 0, {"block_size": 4}, r"axis: None with block_size 4 does not fit scales \[\]"),
+        (0, 1, {"block_size": 4}, r"axis: 0 with block_size 4 does not fit scales \[8\]"),
+        (0, 1, {"parameter": None}, "parameter: is null for a quantized weight"),
+        (0, 0, {"minimum": math.nan}, "minimum: expected a number, got NaN"),
+        (0, 0, {"maximum": math.nan}, "maximum: expected a number, got NaN"),
+        (0, 0, {"dtype": "uint8", "zero_point": 256}, "zero_point: expected 0 to 255 for uint8, got 256"),
+        (0, 0, {"dtype": "uint8", "zero_point": -1}, "zero_point: expected 0 to 255 for uint8, got -1"),
+        (1, 1, {"view": {"shape": [20, -16], "order": [1, 0], "offset": 64}}, "view: expected sizes and an offset of"),
+        (1, 1, {"view": {"shape": [20, 16], "order": [1, 0], "offset": -1}}, "view: expected sizes and an offset of"),
+        (1, 1, {"view": {"shape": [20, 16], "order": [1, 2], "offset": 0}}, "view.order: expected a permutation of 2"),
+        (0, 1, {"calls": [_call()]}, "calls: expected only for an activation with one scale"),
+        (
+            0,
+            0,
+            {"calls": [_call(scale=0.0)]},
+            r"calls\[0\]: expected a positive scale and an amax >= 0, got",
+        ),
+        (
+            0,
+            0,
+            {"calls": [_call(amax=-1.0)]},
+            r"calls\[0\]: expected a positive scale and an amax >= 0, got 0.1",
+        ),
+        (0, 0, {"calls": [_call(scale=math.inf)]}, r"calls\[0\]: expected a positive scale"),
+        (0, 0, {"calls": [_call(zero_point=3)]}, r"calls\[0\]\.zero_point: expected a zero point of int8 as for all"),
+        (
+            0,
+            0,
+            {"dtype": "uint8", "zero_point": 3, "calls": [_call(zero_point=300)]},
+            r"calls\[0\]\.zero_point: expected a zero point of uint8",
+        ),
+    ],
+    ids=str,
+)
+def test_an_entry_that_does_not_fit_is_told(
+    whole: Path, tmp_path: Path, site: int, operand: int | None, edit: dict[str, Any], message: str
+) -> None:
+    def change(document: dict[str, Any]) -> None:
+        entry = document["sites"][site]
+        (entry if operand is None else entry["operands"][operand]).update(edit)
+
+    with pytest.raises(QuantizerError, match=message):
+        Quantizer.load(_edited(_copied(whole, tmp_path), change))
+
+
+FIRST = "last.forward.linear_0"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            f"{FIRST}/bias_shift",
+            torch.zeros(8).double(),
+            r"bias_shift: expected a tensor of float32 \[C\], got .*64",
+        ),
+        (f"{FIRST}/bias_shift", torch.zeros(2, 8), r"bias_shift: expected a tensor of float32 \[C\], got .* \[2, 8\]"),
+        (f"{FIRST}/bias_shift", torch.full((8,), math.inf), "bias_shift: expected finite numbers"),
+        (f"{FIRST}/weight/amax", torch.ones(8).double(), "amax: expected a tensor of float32, got torch.float64"),
+        (f"{FIRST}/weight/amax", torch.ones(7), r"scale: expected the shape of amax, \[7\], got \[8\]"),
+        (f"{FIRST}/weight/amax", None, "scale: expected scale and amax for a quantized operand"),
+        (f"{FIRST}/weight/scale", None, "scale: expected scale and amax for a quantized operand"),
+        (f"{FIRST}/weight/scale", torch.zeros(8), "scale: expected numbers above 0"),
+        (f"{FIRST}/weight/scale", torch.full((8,), math.inf), "scale: expected numbers above 0"),
+        (f"{FIRST}/weight/spread", torch.ones(7), r"spread: expected the shape of scale, \[8\], got \[7\]"),
+        (f"{FIRST}/weight/smooth", None, "smooth_axis: expected exactly if there are smooth factors"),
+        (f"{FIRST}/weight/smooth", torch.ones(1, 20), "smooth_axis: expected exactly if there are smooth factors"),
+        (f"{FIRST}/weight/more", torch.ones(1), f"the tensor '{FIRST}/weight/more' belongs to no site or operand"),
+        ("more", torch.ones(1), "the tensor 'more' belongs to no site or operand"),
+    ],
+    ids=str,
+)
+def test_a_tensor_that_does_not_fit_is_told(
+    whole: Path, tmp_path: Path, name: str, value: Tensor | None, message: str
+) -> None:
+    folder = _copied(whole, tmp_path)
+    tensors = load_file(folder / "ranges.safetensors")
+    tensors.pop(name, None)
+    save_file(tensors if value is None else {**tensors, name: value}, folder / "ranges.safetensors")
+    with pytest.raises(QuantizerError, match=message):
+        Quantizer.load(folder)
+
+
+def test_a_site_that_stays_float_has_no_shift(whole: Path, tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        for entry in (document["sites"][0], *document["sites"][0]["operands"]):
+            entry["quantized"] = False
+
+    with pytest.raises(QuantizerError, match="bias_shift: expected none for a site that is not quantized"):
+        Quantizer.load(_edited(_copied(whole, tmp_path), change))
+
+
+@pytest.mark.parametrize("name", ["sites", "products", "config", "scales_replaced", "fallback", "regions"])
+def test_a_field_that_is_missing_is_told(whole: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(QuantizerError, match=f"{name} missing"):
+        Quantizer.load(_edited(_copied(whole, tmp_path), lambda document: document.pop(name)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        ("batches", -1, r"observed\.batches: expected 0 or more, got -1"),
+        ("chosen_at", -1, r"observed\.chosen_at: expected 0 or more, got -1"),
+        ("rows", -1, r"observed\.rows: expected 0 or more, got -1"),
+        *(
+            (f"sites/{FIRST}/{field}", -1, rf"observed\.sites\.{FIRST}\.{field}: expected 0 or more, got -1")
+            for field in ("calls", "fit", "multiply_adds", "sequence", "depth", "width", "rows", "head")
+        ),
+        (f"sites/{FIRST}/operands/input/group", 4, r"operands\.input\.group: got 4, but there are 4 groups"),
+        (f"sites/{FIRST}/operands/input/group", -1, r"operands\.input\.group: got -1, but there are 4 groups"),
+        (f"sites/{FIRST}/operands/input/tensors", [0, -2], r"input\.tensors: expected numbers >= -1, got \[0, -2\]"),
+        ("sites/forward.matmul_0/operands/rhs/weight/view", [[20, 16], [1, 2], 64], "is not a view of a parameter"),
+        ("sites/forward.matmul_0/operands/rhs/weight/view", [[20, 16], [1, 0], -1], "is not a view of a parameter"),
+        ("sites/forward.matmul_0/operands/rhs/weight/view", [[20, -1], [1, 0], 64], "is not a view of a parameter"),
+        ("groups/0/operands", ["none.input"], r"observed\.groups\[0\]\.operands: 'none\.input' is not an operand of"),
+        ("groups/0/operands", [f"{FIRST}.none"], r"groups\[0\]\.operands: '.*none' is not an operand of a site"),
+        ("groups/1/minimum", 1e9, r"observed\.groups\[1\]\.minimum: 1000000000\.0 is above the maximum"),
+        ("groups/1/channels", [[1.0, 2.0], [3.0]], r"groups\[1\]\.channels: 2 minima, but 1 maxima"),
+        ("groups/1/histogram/zeros", -1, r"groups\[1\]\.histogram\.zeros: expected 0 or more, got -1"),
+        ("groups/1/histogram/row", 4, r"groups\[1\]\.histogram\.row: got 4, but there are 4 histograms of"),
+        ("groups/1/histogram/row", -1, r"groups\[1\]\.histogram\.row: got -1, but there are 4 histograms"),
+        ("groups/1/histogram/exponent", 1100, "got 1100, which is not the exponent of a bin width"),
+        ("groups/1/histogram/exponent", -201, "got -201, which is not the exponent of a bin width"),
+    ],
+)
+def test_statistics_that_do_not_fit_are_told_by_their_place(
+    whole: Path, tmp_path: Path, keys: str, value: Any, message: str
+) -> None:
+    folder = _copied(whole, tmp_path)
+    tensors = load_file(folder / "observed.safetensors")
+    document = json.loads(bytes(tensors["document"].tolist()))
+    *places, last = keys.split("/")
+    entry = document
+    for place in places:
+        entry = entry[int(place) if place.isdecimal() else place]
+    assert entry.get(last) != value
+    entry[last] = value
+    tensors["document"] = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+    save_file(tensors, folder / "observed.safetensors")
+    torch.manual_seed(0)
+    with pytest.raises(QuantizerError, match=message):
         Quantizer.load(folder).calib(_model(), resume=True)
 
 

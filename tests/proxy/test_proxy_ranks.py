@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from daily import some_daily
-from helpers import forget_checksums
+from helpers import assert_same, forget_checksums
 from outside import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from toy_nets import net
 
 from quantizer import QATCalibrate, Quantizer
 from quantizer.errors import CalibrationError, QuantizerError
-from quantizer.observe.calibrators import BINS
+from quantizer.observe import snapshot
+from quantizer.observe.calibrators import BINS, make_calibrator
 from quantizer.plan.site_plan import Plan
 from quantizer.utils.distributed import all_gather_bytes, all_reduce_sum
 from tests.helpers import ConvNet, Mlp
@@ -223,6 +224,22 @@ def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
     run_ranks(_disagree, tmp_path)
 
 
+def test_what_ranks_saw_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [torch.randn(64) * size for size in (1.0, 9.0, 3.0)]
+    mine, theirs, expected = (make_calibrator("percentile", histogram=True) for _ in range(3))
+    for calibrator, batches in ((mine, data[:1]), (theirs, data[1:]), (expected, data)):
+        for values in batches:
+            calibrator.observe(values)
+    sent: list[bytes] = []
+    monkeypatch.setattr(snapshot, "get_world_size", lambda: 2)
+    monkeypatch.setattr(snapshot, "all_gather_bytes", lambda data: [sent.append(data) or data])
+    snapshot.add_over_ranks([theirs])
+    monkeypatch.setattr(snapshot, "all_gather_bytes", lambda data: [data, *sent])
+    snapshot.add_over_ranks([mine])
+    assert (mine.minimum, mine.maximum, mine.count) == (expected.minimum, expected.maximum, expected.count)
+    assert mine.estimate() == expected.estimate()
+
+
 # -- going on after a load ---------------------------------------------------------------------------------------------
 
 
@@ -252,6 +269,72 @@ def test_chosen_ranges_stay_until_more_data_comes(calibrator: str, tmp_path: Pat
     proxy(data[5])
     row = next(row for row in loaded.ranges if row.name == "one.forward.linear_0.input")
     assert row.maximum == max(float(x.max()) for x in data)
+
+
+def _convolutions() -> nn.Module:
+    return net("y = self.first(x); return self.last(y.relu()) + y", first=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 8, 1))
+
+
+def _in_a_row() -> nn.Module:
+    model = net("self.last(self.first(x).relu())", first=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 8, 1))
+    with torch.no_grad():
+        model.first.weight.mul_(torch.logspace(0, 3, 8).reshape(-1, 1, 1, 1))
+    return model
+
+
+def _experts() -> nn.Module:
+    ends = torch.tensor([2, 4], dtype=torch.int32)
+    return net("F.grouped_mm(x[0, 0], self.up, offs=self.ends)", up=nn.Parameter(torch.randn(2, 16, 16)), ends=ends)
+
+
+SEEN: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
+    "calls": (lambda: net("self.layer(x), self.layer(x * 20)", layer=nn.Linear(16, 16)), (2, 3, 4, 16), {}),
+    "more calls in some batches": (
+        lambda: net("y = self.layer(x); return self.layer(y * 20) if len(x) > 2 else y", layer=nn.Linear(16, 16)),
+        (2, 3, 4, 16),
+        {},
+    ),
+    "results of convolutions": (_convolutions, (2, 3, 16, 16), {"backend": "onnxruntime"}),
+    "layers in a row": (
+        _in_a_row,
+        (2, 3, 16, 16),
+        {"backend": "onnxruntime", "weights": {"granularity": "per_tensor"}, "activations": {"smoothquant_alpha": 0.5}},
+    ),
+    "experts": (_experts, (1, 1, 4, 16), {}),
+    "smoothed": (
+        lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)),
+        (2, 3, 4, 16),
+        {"activations": {"calibrator": "max", "smoothquant_alpha": 0.5}},
+    ),
+}
+
+
+def _moved(plan: Plan) -> list[Any]:
+    """What of a plan comes from sites beside its own: which it follows, and what they move into each other."""
+    operands = [operand for entry in plan.values() for operand in entry.operands]
+    return [[list(entry.follows) for entry in plan.values()], [(o.smooth, o.smooth_axis, o.spread) for o in operands]]
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_all_that_was_seen_goes_on(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, shape, settings = SEEN[name]
+    model, data = make().eval(), [torch.randn(rows, *shape[1:]) for rows in (shape[0], 3, shape[0])]
+    q, whole = (Quantizer(**{"preset": "plain", "backend": "openvino", **settings}) for _ in range(2))
+    q.calibrate(model, data[:2])
+    folder = q.save(tmp_path / "state")
+    loaded = Quantizer.load(folder)
+    loaded.calib(model, resume=True)
+    _assert_same(_tensors(loaded.plan), _tensors(q.plan))
+    assert_same(_moved(loaded.plan), _moved(q.plan))
+    if name == "layers in a row":
+        # What they move is measured on batches that are run again, which a folder does not hold.
+        return
+    loaded.calibrate(model, data[2:], resume=True)
+    whole.calibrate(model, data)
+    _assert_same(_tensors(loaded.plan), _tensors(whole.plan))
+    assert str(loaded.coverage) == str(whole.coverage)
+    assert_same(_moved(loaded.plan), _moved(whole.plan))
 
 
 def test_without_resume_it_starts_afresh(tmp_path: Path) -> None:
