@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from quantizer import Quantizer
@@ -57,6 +58,26 @@ def test_it_is_in_bytes_too(saved: tuple[Path, nn.Module, Quantizer]) -> None:
         [one.group for one in plan[key].operands] == [one.group for one in site.operands]
         for key, site in quantizer.plan.items()
     )
+
+
+def test_damaged_bytes_are_told(saved: tuple[Path, nn.Module, Quantizer]) -> None:
+    document = {"config": {}, "fallback": None, "regions": None, "fingerprint": None, "scales_replaced": False}
+    data = state_bytes(saved[2].plan, (), document)
+    with pytest.raises(QuantizerError, match=r"^bytes: format 7, but this version reads format 1"):
+        state_of_bytes(data.replace(b'"format": 1', b'"format": 7'), "bytes")
+    tensors = load(data)
+    name = next(name for name in tensors if name.endswith("scale"))
+    with pytest.raises(QuantizerError, match=r"^bytes is damaged: the SHA-256 of its ranges differs"):
+        state_of_bytes(save({**tensors, name: tensors[name] * 2}), "bytes")
+
+
+def test_a_short_name_stands_where_it_belongs(tmp_path: Path) -> None:
+    quantizer = Quantizer(preset="plain", backend="openvino")
+    quantizer.calibrate(_Wide(2).eval(), [torch.randn(4, 16)], progress=False)
+    document = yaml.safe_load((quantizer.save(tmp_path / "saved") / "quantizer.yaml").read_text())
+    assert "long_groups" not in document
+    groups = {operand["group"] for site in document["sites"] for operand in site["operands"]}
+    assert groups == {operand.group for site in quantizer.plan.values() for operand in site.operands}
 
 
 def test_a_place_that_is_none(saved: tuple[Path, nn.Module, Quantizer], tmp_path: Path) -> None:

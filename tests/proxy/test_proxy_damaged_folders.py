@@ -18,6 +18,7 @@ from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, QuantizerError
+from quantizer.observe.snapshot import seen_document
 
 
 def _model() -> nn.Module:
@@ -276,6 +277,17 @@ def test_a_tensor_that_does_not_fit_is_told(
         Quantizer.load(folder)
 
 
+def test_calls_have_a_common_scale(whole: Path, tmp_path: Path) -> None:
+    folder = _copied(whole, tmp_path)
+    tensors = load_file(folder / "ranges.safetensors")
+    for field in ("amax", "scale"):
+        del tensors[f"{FIRST}/input/{field}"]
+    save_file(tensors, folder / "ranges.safetensors")
+    edit = {"quantized": False, "calls": [_call()]}
+    with pytest.raises(QuantizerError, match="calls: expected only for an activation with one scale"):
+        Quantizer.load(_edited(folder, lambda document: document["sites"][0]["operands"][0].update(edit)))
+
+
 def test_a_site_that_stays_float_has_no_shift(whole: Path, tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         for entry in (document["sites"][0], *document["sites"][0]["operands"]):
@@ -307,6 +319,11 @@ def test_a_field_that_is_missing_is_told(whole: Path, tmp_path: Path, name: str)
         ("sites/forward.matmul_0/operands/rhs/weight/view", [[20, 16], [1, 2], 64], "is not a view of a parameter"),
         ("sites/forward.matmul_0/operands/rhs/weight/view", [[20, 16], [1, 0], -1], "is not a view of a parameter"),
         ("sites/forward.matmul_0/operands/rhs/weight/view", [[20, -1], [1, 0], 64], "is not a view of a parameter"),
+        (
+            "sites/forward.matmul_0/operands/rhs/weight/computation",
+            {"inputs": [], "steps": [], "output": 0, "buffers": []},
+            r"weight\.computation\.inputs: expected the name of a parameter or buffer",
+        ),
         ("groups/0/operands", ["none.input"], r"observed\.groups\[0\]\.operands: 'none\.input' is not an operand of"),
         ("groups/0/operands", [f"{FIRST}.none"], r"groups\[0\]\.operands: '.*none' is not an operand of a site"),
         ("groups/1/minimum", 1e9, r"observed\.groups\[1\]\.minimum: 1000000000\.0 is above the maximum"),
@@ -335,6 +352,12 @@ def test_statistics_that_do_not_fit_are_told_by_their_place(
     torch.manual_seed(0)
     with pytest.raises(QuantizerError, match=message):
         Quantizer.load(folder).calib(_model(), resume=True)
+
+
+def test_a_range_may_be_of_all_calls(whole: Path) -> None:
+    document = json.loads(bytes(load_file(whole / "observed.safetensors")["document"].tolist()))
+    document["sites"][FIRST]["operands"]["input"]["tensors"] = [-1]
+    assert seen_document(document, 4).sites[FIRST].operands["input"].tensors == (-1,)
 
 
 @pytest.mark.parametrize("batches", [None, 3, "data", {"input": torch.zeros(2, 16)}])

@@ -289,6 +289,13 @@ def _experts() -> nn.Module:
 
 SEEN: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "calls": (lambda: net("self.layer(x), self.layer(x * 20)", layer=nn.Linear(16, 16)), (2, 3, 4, 16), {}),
+    "a computed weight": (
+        lambda: net(
+            "F.linear(x, self.weight * self.mask)", weight=nn.Parameter(torch.randn(16, 16)), mask=torch.rand(16, 16)
+        ),
+        (2, 3, 4, 16),
+        {},
+    ),
     "more calls in some batches": (
         lambda: net("y = self.layer(x); return self.layer(y * 20) if len(x) > 2 else y", layer=nn.Linear(16, 16)),
         (2, 3, 4, 16),
@@ -327,6 +334,11 @@ def test_all_that_was_seen_goes_on(name: str, tmp_path: Path) -> None:
     loaded.calib(model, resume=True)
     _assert_same(_tensors(loaded.plan), _tensors(q.plan))
     assert_same(_moved(loaded.plan), _moved(q.plan))
+    seen, again = (load_file(one / "observed.safetensors") for one in (folder, loaded.save(tmp_path / "again")))
+    assert_same(again["counts"], seen["counts"])
+    sizes = snapshot.seen_inputs((folder / "observed.safetensors").read_bytes())
+    assert [size[0] for ((_, _, size),) in sizes] == [shape[0], 3]
+    assert json.loads(bytes(again["document"].tolist())) == json.loads(bytes(seen["document"].tolist()))
     if name == "layers in a row":
         # What they move is measured on batches that are run again, which a folder does not hold.
         return
@@ -335,6 +347,20 @@ def test_all_that_was_seen_goes_on(name: str, tmp_path: Path) -> None:
     _assert_same(_tensors(loaded.plan), _tensors(whole.plan))
     assert str(loaded.coverage) == str(whole.coverage)
     assert_same(_moved(loaded.plan), _moved(whole.plan))
+
+
+def test_results_that_another_target_does_not_quantize_are_forgotten(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, data = _convolutions().eval(), [torch.randn(4, 3, 16, 16)]
+    q = Quantizer(preset="plain", backend="onnxruntime")
+    q.calibrate(model, data)
+    assert any(entry.kind == "output" for entry in q.plan.values())
+    again = Quantizer.load(q.save(tmp_path / "state")).for_backend("openvino")
+    again.calib(model, resume=True)
+    assert not any(entry.kind == "output" for entry in again.plan.values())
+    seen = load_file(again.save(tmp_path / "again") / "observed.safetensors")
+    groups = json.loads(bytes(seen["document"].tolist()))["groups"]
+    assert not [name for group in groups for name in group["operands"] if ".output." in name]
 
 
 def test_without_resume_it_starts_afresh(tmp_path: Path) -> None:
