@@ -240,6 +240,9 @@ def test_what_stays_float32_is_said_and_kept(tmp_path: Path) -> None:
     quantizer = calibrated(Stream(1e6), data())
     said = "6 modules stay float32: their values exceed float16, the largest"
     assert said in quantizer.coverage.text()
+    wide = quantizer.coverage.regions.wide
+    largest = max(wide, key=wide.__getitem__)
+    assert f"the largest is {wide[largest]:.3g} in {largest or 'the model itself'}" in quantizer.coverage.regions.text()
     loaded = Quantizer.load(quantizer.save(tmp_path / "saved"))
     assert loaded.coverage.regions.wide == quantizer.coverage.regions.wide
     assert said in loaded.coverage.text()
