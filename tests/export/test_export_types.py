@@ -253,6 +253,7 @@ def test_made_tensors_follow_the_model_and_upcasts_do_not() -> None:
         assert (made + x).dtype == torch.float16
         # A number in a tensor changes no type in torch either.
         assert (x * torch.tensor(2.0)).dtype == torch.float16
+        assert (x.sum() * torch.ones(4)).dtype == torch.float32
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             F.linear(x, weight[:3, :3])
     with pytest.raises(RuntimeError, match=r"same dtype|expected m1"):

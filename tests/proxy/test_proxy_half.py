@@ -18,9 +18,11 @@ from toy_nets import net
 
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
+from quantizer.numerics.formats import FLOAT16_MASK
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.torch_operators import dequantize
-from quantizer.observe.float16_modules import Float32Modules
+from quantizer.observe.float16_modules import Float32Modules, convert_floats
+from quantizer.observe.float16_overflow import MaskTaint
 from quantizer.proxy import operand_quantizer
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 
@@ -258,6 +260,55 @@ def test_what_stays_float32_is_said_and_kept(tmp_path: Path) -> None:
         loaded.coverage.regions.wide["blocks.1.down"]
     )
     del model
+
+
+def test_low_values_that_are_no_mask_stay_before_a_softmax() -> None:
+    softmax, low, keep = (
+        torch.ops.aten._softmax.default,
+        torch.tensor([-5e4, -4.5e4]).half(),
+        torch.tensor([True, False]),
+    )
+    taint, total = MaskTaint(), low + 0
+    taint.follow(torch.ops.aten.add.Tensor, (low, torch.zeros(2).half()), {}, total)
+    assert taint.read(softmax, (total, -1, False), {})[0][0] is total
+    masked = low.masked_fill(keep, -math.inf)
+    taint.follow(torch.ops.aten.masked_fill.Scalar, (low, keep, -math.inf), {}, masked)
+    (raised, *_), _ = taint.read(softmax, (masked, -1, False), {})
+    assert raised.min() == FLOAT16_MASK
+    # What is no softmax is given the mask as it is.
+    assert taint.read(torch.ops.aten.exp.default, (masked,), {})[0][0] is masked
+
+
+class Pairs(nn.Module):
+    """Gives two tensors in a list of a dictionary."""
+
+    def forward(self, x: Tensor) -> dict[str, list[Tensor]]:
+        return {"both": [x * 1e3, x]}
+
+
+class Takes(nn.Module):
+    """Adds the tensors of ``Pairs``, and notes the types that it meets."""
+
+    def forward(self, values: dict[str, list[Tensor]]) -> Tensor:
+        self.types = [value.dtype for value in values["both"]]
+        return sum(values["both"])
+
+
+def test_tensors_in_a_structure_are_cast_where_they_leave_a_wide_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Pairs(), Takes())
+    convert_floats(model, torch.float16, Float32Modules(wide={"1": 1e6}, computing=("0", "1", "2")))
+    with torch.no_grad():
+        assert model(torch.randn(2, 4).half()).dtype == torch.float16
+    assert model[2].types == [torch.float16] * 2
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_parameter_of_a_wide_and_of_another_module_trains_as_before(trains: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight.requires_grad_(trains)
+    convert_floats(model, torch.float16, Float32Modules(wide={"1": 1e6}, computing=("0", "1")))
+    assert [layer.weight.dtype for layer in model] == [torch.float16, torch.float32]
+    assert [layer.weight.requires_grad for layer in model] == [trains] * 2
 
 
 # -- the simulation ------------------------------------------------------------------------------------------------
