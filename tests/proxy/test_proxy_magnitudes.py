@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional
 from toy_nets import net
 
 from quantizer import Quantizer
+from quantizer.observe.float16_overflow import result_bound
 
 
 def wide(model: nn.Module, *inputs: Tensor) -> set[str]:
@@ -173,3 +176,62 @@ def test_a_value_that_nothing_reads_is_no_value_of_the_model() -> None:
 
     assert wide(Unread(read=False), torch.randn(4, 16)) == set()
     assert wide(Unread(read=True), torch.randn(4, 16)) == {""}
+
+
+_X, _W, _B = torch.full((4, 9), 3.0), torch.full((9, 5), 2.0), torch.full((5,), 7.0)
+_IMAGE, _KERNEL = torch.full((1, 2, 5, 5), 3.0), torch.full((4, 2, 3, 3), 2.0)
+_ATEN = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "keywords"),
+    [
+        (_ATEN.add.Tensor, (_X, _X), {"alpha": 5}),
+        (_ATEN.add.Tensor, (_X, _X), {}),
+        (_ATEN.add.Scalar, (_X, 100.0), {}),
+        (_ATEN.sub.Tensor, (_X, -_X), {"alpha": 5}),
+        (_ATEN.rsub.Scalar, (_X, -100.0), {}),
+        (_ATEN.mul.Tensor, (_X, _X), {}),
+        (_ATEN.mul.Scalar, (_X, -100.0), {}),
+        (_ATEN.div.Scalar, (_X, -0.01), {}),
+        (_ATEN.mm.default, (_X, _W), {}),
+        (_ATEN.bmm.default, (_X[None], _W[None]), {}),
+        (_ATEN.addmm.default, (_B, _X, _W), {}),
+        (_ATEN.addmm.default, (_B, _X, _W), {"alpha": 3, "beta": 2}),
+        (_ATEN.baddbmm.default, (_B, _X[None], _W[None]), {}),
+        (_ATEN.convolution.default, (_IMAGE, _KERNEL, _B[:4], [1, 1], [0, 0], [1, 1], False, [0, 0], 1), {}),
+        (_ATEN.native_layer_norm.default, (_X * torch.eye(4, 9), [9], torch.full((9,), 5.0), torch.ones(9), 1e-5), {}),
+        (_ATEN.masked_fill.Scalar, (_X, _X > 0, 50.0), {}),
+        (_ATEN.cat.default, ([_X, -2 * _X],), {}),
+        (_ATEN.sigmoid.default, (_X,), {}),
+        (_ATEN.relu.default, (_X,), {}),
+    ],
+    ids=lambda value: str(value) if callable(value) else "",
+)
+def test_no_result_is_larger_than_its_bound(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    flat = [value for arg in args for value in (arg if isinstance(arg, list) else [arg]) if isinstance(value, Tensor)]
+    bounds = [float(value.abs().max()) for value in flat if value.is_floating_point()]
+    name = func.name().partition(".")[0]
+    bound = result_bound(name, args, keywords, bounds, lambda place: float(args[place].norm(dim=-2).max()))
+    result = func(*args, **keywords)
+    largest = float((result[0] if isinstance(result, tuple) else result).abs().max())
+    assert largest <= bound * (1 + 1e-6)
+    # Nor is the bound far from what equal values give.
+    assert bound <= 4 * largest + 8
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (_ATEN.exp.default, (_X,)),
+        (_ATEN.div.Scalar, (_X, 0.0)),
+        (_ATEN.div.Tensor, (_X, _X)),
+        (_ATEN.convolution.default, (_IMAGE, _KERNEL.mT, None, [1, 1], [0, 0], [1, 1], True, [0, 0], 1)),
+        (_ATEN.avg_pool2d.default, (_IMAGE, [2, 2], [2, 2], [0, 0], False, True, 1)),
+        (_ATEN.zeros.default, ([2],)),
+    ],
+    ids=lambda value: str(value) if callable(value) else "",
+)
+def test_where_no_bound_is_known(func: Any, args: tuple[Any, ...]) -> None:
+    bounds = [float(arg.abs().max()) for arg in args if isinstance(arg, Tensor)]
+    assert result_bound(func.name().partition(".")[0], args, {}, bounds, lambda _: 0.0) == math.inf
