@@ -13,7 +13,7 @@ from torch.nn import functional
 from toy_nets import net
 
 from quantizer import Quantizer
-from quantizer.observe.float16_overflow import result_bound
+from quantizer.observe.float16_overflow import largest_inside, result_bound
 
 
 def wide(model: nn.Module, *inputs: Tensor) -> set[str]:
@@ -224,6 +224,7 @@ def test_no_result_is_larger_than_its_bound(func: Any, args: tuple[Any, ...], ke
     ("func", "args"),
     [
         (_ATEN.exp.default, (_X,)),
+        (_ATEN.pow.Tensor_Scalar, (_X, 2.0)),
         (_ATEN.div.Scalar, (_X, 0.0)),
         (_ATEN.div.Tensor, (_X, _X)),
         (_ATEN.convolution.default, (_IMAGE, _KERNEL.mT, None, [1, 1], [0, 0], [1, 1], True, [0, 0], 1)),
@@ -235,3 +236,22 @@ def test_no_result_is_larger_than_its_bound(func: Any, args: tuple[Any, ...], ke
 def test_where_no_bound_is_known(func: Any, args: tuple[Any, ...]) -> None:
     bounds = [float(arg.abs().max()) for arg in args if isinstance(arg, Tensor)]
     assert result_bound(func.name().partition(".")[0], args, {}, bounds, lambda _: 0.0) == math.inf
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1e5), (1e5, 1.0), (300.0, 300.0)])
+def test_products_of_queries_and_keys_are_inside_an_attention(factors: tuple[float, float]) -> None:
+    query, key = (torch.rand(1, 2, 3, 4) * factor for factor in factors)
+    largest = float(query.norm(dim=-1).max() * key.norm(dim=-1).max())
+    bounds = [float(query.max()), float(key.max()), 1.0]
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert largest_inside(name, (query, key, key), bounds, [query]) == largest
+    assert largest_inside(name, (query, key, key), [1.0, 1.0, 1.0], [query]) == 0.0
+    assert largest_inside("aten::mm", (query, key), bounds, [query]) == 0.0
+    assert largest_inside(name, (query, key[:, :0], key), bounds, [query]) == 0.0
+
+
+def test_the_variance_is_inside_a_normalization() -> None:
+    x = torch.tensor([[-400.0, 400.0], [1.0, 2.0]])
+    made = torch.ops.aten.native_layer_norm(x, [2], None, None, 1e-5)
+    assert largest_inside("aten::native_layer_norm", (x, [2]), [400.0], made) == pytest.approx(160000.0, rel=1e-4)
+    assert largest_inside("aten::native_layer_norm", (x, [2]), [200.0], made) == 0.0
