@@ -208,7 +208,10 @@ def test_no_module_beyond_float16_is_missed_and_none_made_up(factor: float) -> N
 
 def test_modules_through_which_large_values_travel_are_wide() -> None:
     assert set(calibrated(Stream(1e6), data()).coverage.regions.wide) == WIDE
-    assert not calibrated(Stream(1.0), data()).coverage.regions.wide
+    for factor in (1.0, 1e6):
+        regions = calibrated(Stream(factor), data()).coverage.regions
+        assert bool(regions.wide) == (factor > 1)
+        assert not regions.masked
 
 
 def test_a_module_that_only_hands_large_values_on_is_wide() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from toy_nets import net
+from toy_nets import linear, net
 
 from quantizer import Quantizer
 from quantizer.observe.float16_overflow import largest_inside, result_bound
@@ -176,6 +176,19 @@ def test_a_value_that_nothing_reads_is_no_value_of_the_model() -> None:
 
     assert wide(Unread(read=False), torch.randn(4, 16)) == set()
     assert wide(Unread(read=True), torch.randn(4, 16)) == {""}
+
+
+class Compares(nn.Module):
+    """Only asks which values are positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x > 0).long()
+
+
+def test_a_module_that_only_compares_large_values_is_wide() -> None:
+    torch.manual_seed(0)
+    model = net("self.last(self.compares(self.first(x) * 1e6) * x)", first=linear(), compares=Compares(), last=linear())
+    assert "compares" in wide(model, torch.randn(4, 32))
 
 
 _X, _W, _B = torch.full((4, 9), 3.0), torch.full((9, 5), 2.0), torch.full((5,), 7.0)
