@@ -13,7 +13,7 @@ from torch.nn import functional
 from toy_nets import linear, net
 
 from quantizer import Quantizer
-from quantizer.observe.float16_overflow import largest_inside, result_bound
+from quantizer.observe.float16_overflow import OverflowTracker, ParameterMagnitudes, largest_inside, result_bound
 
 
 def wide(model: nn.Module, *inputs: Tensor) -> set[str]:
@@ -189,6 +189,18 @@ def test_a_module_that_only_compares_large_values_is_wide() -> None:
     torch.manual_seed(0)
     model = net("self.last(self.compares(self.first(x) * 1e6) * x)", first=linear(), compares=Compares(), last=linear())
     assert "compares" in wide(model, torch.randn(4, 32))
+
+
+def test_a_large_parameter_widens_the_module_that_reads_it_alone() -> None:
+    torch.manual_seed(0)
+    inner = net("self.layer(x) * (self.large * 1e-6)", layer=linear(), large=nn.Parameter(torch.full((32,), 1e6)))
+    model = net("self.outer(x)", outer=net("self.inner(x)", inner=inner))
+    assert wide(model, torch.randn(4, 32)) == {"outer.inner"}
+
+
+@pytest.mark.parametrize("value", [torch.empty(3, device="meta"), torch._efficientzerotensor(3)])
+def test_a_tensor_without_memory_holds_no_large_value(value: Tensor) -> None:
+    assert not OverflowTracker(ParameterMagnitudes(), [value]).regions().wide_inputs
 
 
 _X, _W, _B = torch.full((4, 9), 3.0), torch.full((9, 5), 2.0), torch.full((5,), 7.0)
