@@ -203,6 +203,16 @@ def test_a_tensor_without_memory_holds_no_large_value(value: Tensor) -> None:
     assert not OverflowTracker(ParameterMagnitudes(), [value]).regions().wide_inputs
 
 
+def test_a_bound_that_leaves_values_out_stays() -> None:
+    # As of padding, which an operand has and nothing reads.
+    x, factor = torch.tensor([3e5, 1.0]), torch.tensor([[0.0, 6e4]] * 3)
+    for bound, expected in ((10.0, {}), (1e6, {"reader": 3e5})):
+        tracker = OverflowTracker(ParameterMagnitudes(), [x])
+        tracker.at_most(x, bound)
+        tracker.see(torch.ops.aten.mul.Tensor, (x, factor), {}, x * factor, lambda: (("reader", 0),))
+        assert tracker.regions().wide == expected
+
+
 _X, _W, _B = torch.full((4, 9), 3.0), torch.full((9, 5), 2.0), torch.full((5,), 7.0)
 _IMAGE, _KERNEL = torch.full((1, 2, 5, 5), 3.0), torch.full((4, 2, 3, 3), 2.0)
 _ATEN = torch.ops.aten
