@@ -136,3 +136,18 @@ def test_a_weight_that_others_read_stays_for_them() -> None:
     run_passes(model, [EinsumWeights()])
     assert operators(model).count("DequantizeLinear") == 2
     assert "Einsum" not in operators(model)
+
+
+def test_a_weight_with_one_scale_becomes_a_matrix_too(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
+    from quantizer.engines import load_engine
+
+    model, data = weighted("torch.einsum('btd,hkd->bhtk', x, self.weight)", *shape("hkd")), torch.randn(shape("btd"))
+    q = Quantizer(preset="plain", backend="onnxruntime", weights={"granularity": "per_tensor"})
+    q.calibrate(model, [data], progress=False)
+    frozen = q.quantize(model)
+    path = q.export(frozen, tmp_path / "net.onnx", data)
+    assert "Einsum" not in operators(path)
+    (found,) = load_engine("onnxruntime", path)({"x": data.numpy()}).values()
+    expected = frozen(data).detach().numpy()
+    assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)
