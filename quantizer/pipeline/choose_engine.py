@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from quantizer.config import RunConfig
-from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, load_engine
+from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, inspect_engine, load_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates
-from quantizer.engines.measure import tried_build
+from quantizer.engines.measure import finish_trials, tried_build
+from quantizer.export.qdq.onnx_file import output_names
 from quantizer.pipeline.benchmark import batches_of_shapes, build_options, compared_shapes, run_sizes, times_of
 from quantizer.pipeline.compare_outputs import OutputCheck, References, check_engine, far_from_float, tolerance
 from quantizer.pipeline.context import RunContext, Runnable, as_predictor
@@ -40,7 +41,14 @@ from quantizer.pipeline.fastest_engine import (
     variants_of,
 )
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
-from quantizer.pipeline.run_engines import BuiltEngine, RunEngines, built_once, export_float, export_quantized
+from quantizer.pipeline.run_engines import (
+    BuiltEngine,
+    RunEngines,
+    begin_once,
+    built_once,
+    export_float,
+    export_quantized,
+)
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.pipeline.workload import Workload
 from quantizer.plan.targets import AUTO
@@ -139,8 +147,8 @@ def pick_backend(
     variants = variants_of(config, candidates)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
         batches = batches_of_shapes(context, compared_shapes(config), samples)
-        maker = _CandidateBuilder(work, config, calibrated, batches, samples, Path(scratch))
-        correct, rejected = maker.all(variants)
+        maker = _CandidateBuilder(work, config, calibrated, batches, samples, Path(scratch), variants)
+        correct, rejected = maker.all()
         shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs)
         choice = choose([*(entry.candidate for entry in correct.values()), *rejected], shapes, missing)
         choice = bound(choice, lambda candidate: _inspected(context, config, correct[candidate.name]))
@@ -228,8 +236,11 @@ class _CandidateBuilder:
         batches: Sequence[Batch],
         samples: Sequence[Any],
         folder: Path,
+        variants: Sequence[Variant],
     ) -> None:
         self.quantizers = dict(calibrated)
+        self._variants = variants
+        self._begun: set[str] = set()
         self._context = work.context
         self._graphs = work.graphs
         self._config = config
@@ -245,14 +256,14 @@ class _CandidateBuilder:
             for name, batches in work.graphs.checked_on(config, samples).items()
         }
 
-    def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Checked], list[Candidate]]:
+    def all(self) -> tuple[dict[str, _Checked], list[Candidate]]:
         """Return the correct candidates by name, and the records of the others."""
         correct: dict[str, _Checked] = {}
         rejected: list[Candidate] = []
         fallback = self._config.fallback
         budget = fallback is not None and fallback.max_drop is not None
-        names, begun, began = [variant.name for variant in variants], set[str](), time.perf_counter()
-        with counted(variants, "candidates", unit="engine", note=named) as steps:
+        names, begun, began = [variant.name for variant in self._variants], set[str](), time.perf_counter()
+        with counted(self._variants, "candidates", unit="engine", note=named) as steps:
             for variant in steps:
                 candidate, start = Candidate(backend=variant.backend, format=variant.format), time.perf_counter()
                 if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in correct:
@@ -273,6 +284,7 @@ class _CandidateBuilder:
                     candidate = failed(candidate, error)
                     rejected.append(candidate)
                 self._context.timer.tell(candidate_line(candidate, names, time.perf_counter() - start))
+        finish_trials()
         return correct, rejected
 
     def scored(self, choice: EngineChoice, correct: Mapping[str, _Checked]) -> EngineChoice:
@@ -304,15 +316,19 @@ class _CandidateBuilder:
         """Export, build and check one candidate."""
         graphs, model = self._graphs, self._context.model
         frozen, files = self._exported(variant)
+        self._begin(variant, variant.backend, files)
+        expected, plain = graphs.checked_modules(frozen), graphs.checked_modules(model)
+        for graph in () if graphs.several else graphs.names:
+            # PyTorch computes while the engine is built.
+            for module in (plain[graph], expected[graph]):
+                self.references[graph].of(module, output_names(files[graph]))
         engines_of_graph: dict[str, BuiltEngine] = {}
         for graph in graphs.names:
-            place = graphs.files(self._folder / variant.file_name, QUANTIZED_STEM, graph)
-            place.engine.parent.mkdir(exist_ok=True)
-            built, engine = self._built(variant, files[graph], place.engine, graph)
-            engines_of_graph[graph] = BuiltEngine(EngineFiles(onnx=files[graph], engine=place.engine), built, engine)
+            place = self._place(variant, graph)
+            built, engine = self._built(variant, files[graph], place, graph)
+            engines_of_graph[graph] = BuiltEngine(EngineFiles(onnx=files[graph], engine=place), built, engine)
         computed = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
         bound = tolerance(self._config.report.tolerance, variant.dtype is not None, computed)
-        expected, plain = graphs.checked_modules(frozen), graphs.checked_modules(model)
         timed: list[OutputCheck] = []
         checks_of_graph: dict[str, tuple[OutputCheck, ...]] = {}
         engines = {graph: entry.engine for graph, entry in engines_of_graph.items()}
@@ -327,9 +343,32 @@ class _CandidateBuilder:
         measured = replace(candidate, sqnr_db=far_from_float(timed))
         return _Checked(variant, measured, engines_of_graph, graphs.assembled(engines), checks_of_graph)
 
-    def _built(self, variant: Variant, onnx: Path, path: Path, graph: str) -> tuple[BuildResult, Engine]:
-        config, name = self._config, variant.backend
-        threads = config.engine.threads
+    def _begin(self, variant: Variant, backend: str, files: Mapping[str, Path]) -> None:
+        """Begin to build the candidates of a backend that have the same files as a variant."""
+        kind = (variant.dtype, variant.dynamic)
+        for other in self._variants:
+            if other.backend == backend and (other.dtype, other.dynamic) == kind and other.name not in self._begun:
+                self._begun.add(other.name)
+                for graph, onnx in files.items():
+                    options, more = self._options(other, graph)
+                    begin_once(self._kept, backend, onnx, self._place(other, graph), options, **more)
+
+    def _begin_next(self, backend: str) -> None:
+        """Begin to build the float engines of the next backend, while this process makes the plan of this one."""
+        plain = [variant for variant in self._variants if variant.dtype is None]
+        names = list(dict.fromkeys(variant.backend for variant in plain))
+        for following in names[names.index(backend) + 1 :][:1] if backend in names else ():
+            self._begin(plain[0], following, self._exported(plain[0])[1])
+
+    def _place(self, variant: Variant, graph: str) -> Path:
+        """Return the engine file of a variant, in a folder that exists."""
+        place = self._graphs.files(self._folder / variant.file_name, QUANTIZED_STEM, graph).engine
+        place.parent.mkdir(exist_ok=True)
+        return place
+
+    def _options(self, variant: Variant, graph: str) -> tuple[BuildOptions, dict[str, Any]]:
+        """Return the build options of a variant, and the other arguments of its trial."""
+        config = self._config
         options = replace(
             build_options(config, self._graphs.dimensions(config, graph)),
             inference_precision=variant.precision,
@@ -339,8 +378,12 @@ class _CandidateBuilder:
         if self._graphs.several:
             dynamic = config.export.dynamic
             sizes = replace(sizes, batch=dynamic.batch[0], sequence=dynamic.sequence[0])
-        built = built_once(self._kept, tried_build, name, onnx, path, options, threads=threads, sizes=sizes)
-        return built, load_engine(name, built.path, threads=threads)
+        return options, {"threads": config.engine.threads, "sizes": sizes}
+
+    def _built(self, variant: Variant, onnx: Path, path: Path, graph: str) -> tuple[BuildResult, Engine]:
+        options, more = self._options(variant, graph)
+        built = built_once(self._kept, tried_build, variant.backend, onnx, path, options, **more)
+        return built, load_engine(variant.backend, built.path, threads=self._config.engine.threads)
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Checked]) -> str | None:
         """Return why a backend is too slow to need a plan; None if it needs one, or has one."""
@@ -356,7 +399,10 @@ class _CandidateBuilder:
         (graph,) = self._graphs.names
 
         def build(onnx: Path, path: Path) -> Engine:
-            return self._built(variant, onnx, path, graph)[1]
+            engine = self._built(variant, onnx, path, graph)[1]
+            # The engine is timed next.
+            finish_trials()
+            return engine
 
         context, name, opset = self._context, variant.backend, self._config.export.opset
         stem, example = self._folder / f"{name}-rough", context.feed.example()
@@ -381,6 +427,7 @@ class _CandidateBuilder:
                 ranges = "dynamic" if variant.dynamic else None
                 assert self._calibrated is not None
                 self.quantizers[key] = self._calibrated.for_backend(variant.backend, ranges=ranges)
+            self._begin_next(variant.backend)
             if variant.dynamic:
                 require_sites(self.quantizers[key])
             proxy = self.quantizers[key].quantize(self._context.model)
