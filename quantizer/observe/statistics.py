@@ -78,6 +78,8 @@ class Seen:
         inputs: the shapes of the inputs, without duplicates, in order of appearance.
         rounding: the weights that are already rounded, if the choice of their integers was interrupted (None: it was
             not).
+        replayed: the number of stored batches that ran again for the choices of the plan, those of several passes
+            counted several times.
     """
 
     records: dict[str, SiteStatistics]
@@ -92,6 +94,7 @@ class Seen:
     bias_shifts: tuple[int, BiasShifts] | None = None
     inputs: tuple[InputShapes, ...] = ()
     rounding: RoundingProgress | None = None
+    replayed: int = 0
 
     @classmethod
     def of_sites(cls, paths: Iterable[str], kept: ReplayBatches | None = None) -> Seen:
@@ -185,6 +188,7 @@ class Seen:
             products=copy.copy(self.products),
             read_outside=dict(self.read_outside),
             kept=None if self.kept is None else self.kept.copy(),
+            replayed=0,
         )
 
     def add(self, other: Seen) -> None:

@@ -94,6 +94,11 @@ class _Checked:
     runs: Runnable
     checks: Mapping[str, tuple[OutputCheck, ...]]
 
+    @property
+    def usual_us(self) -> float:
+        """The latency at the first size, which is the usual one unless ``optimize_for`` is latency, in microseconds."""
+        return 1000 * self.candidate.milliseconds[0]
+
 
 def chooses(config: RunConfig) -> bool:
     """Return whether a run chooses its engine: with ``auto``, unless there is a GPU and no backend is named."""
@@ -163,6 +168,8 @@ def pick_backend(
         if plain is not None:
             both.float_name = plain.variant.name
             both.adopt("float", plain.made)
+            if config.engine.optimize_for != "latency":
+                both.chosen_us = {"low": low.usual_us, "plain": plain.usual_us}
         both.adopt("engine", low.made)
         name = next((entry.name for entry in choice.candidates if entry.is_float and entry.milliseconds), None)
         is_delivered = plain is None or name == both.float_name
@@ -431,6 +438,7 @@ class _CandidateBuilder:
             if variant.dynamic:
                 require_sites(self.quantizers[key])
             proxy = self.quantizers[key].quantize(self._context.model)
+            self._context.timer.tell_passes(self.quantizers[key].passes)
             export_quantized(self.quantizers[key], graphs, proxy, files, opset, self._kept)
             self._frozen[key] = proxy
         return self._frozen[key], files

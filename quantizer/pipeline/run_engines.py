@@ -50,12 +50,15 @@ class RunEngines:
 
     Attributes:
         float_name: the backend and the precision of the float engine, such as ``openvino bfloat16``.
+        chosen_us: the latencies with which a choice compared the quantized engine ``low`` and the float engine
+            ``plain``, in microseconds; None without a choice.
     """
 
     def __init__(self, context: RunContext, config: RunConfig, folder: Path, graphs: Graphs) -> None:
         self.float_name = Variant(
             backend=config.quantizer.backend, dtype=None, precision=config.engine.inference_precision
         ).name
+        self.chosen_us: Mapping[str, float] | None = None
         self._context = context
         self._config = config
         self._folder = folder

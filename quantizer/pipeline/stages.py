@@ -238,6 +238,8 @@ def _quantize(job: Job) -> None:
         job.training = train(job.context, job.config.qat, job.quantizer, job.examples.training, job.metric)
     with job.timer("quantize"):
         job.forms["proxy" if job.training is None else "qat"] = job.quantizer.quantize(job.model)
+    if job.among is None and not job.built:
+        job.timer.tell_passes(job.quantizer.passes)
 
 
 def _drop_of_engine(job: Job) -> float | None:

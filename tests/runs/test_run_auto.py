@@ -34,6 +34,7 @@ from quantizer.engines.engine_file import read_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 from quantizer.pipeline import load
+from quantizer.pipeline.time_groups import Timing
 from quantizer.report import read_record
 from quantizer.report.record import Candidate
 
@@ -127,6 +128,26 @@ def test_float_wins_and_is_named_in_the_end(
     assert "Deploy float.engine; the quantized" in (at / "done" / "report.html").read_text()
     assert (at / "done" / "float.engine").exists()
     assert (at / "done" / "model.engine").exists()
+
+
+@pytest.mark.parametrize(("goal", "measured"), [("both", 0), ("latency", 1)])
+def test_latency_costs_reuse_the_times_of_the_choice(
+    goal: str, measured: int, at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those of the usual size, which the times of layers have too."""
+    calls: list[object] = []
+
+    def latencies(timing: Timing, paths: Mapping[str, Path]) -> dict[str, float]:
+        calls.append(paths)
+        return dict.fromkeys(paths, 50.0)
+
+    monkeypatch.setattr(Timing, "latencies", latencies)
+    _taking(TIMES, monkeypatch)
+    assert main(["run", "tiny.yaml", f"engine.optimize_for={goal}"]) == 0
+    costs = read_record(at / "done" / "report.json").latency_fallback
+    assert costs is not None
+    assert len(calls) == measured
+    assert (costs.low_ms, costs.float_ms) == ((0.05, 0.05) if measured else (2.0, 5.0))
 
 
 def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
