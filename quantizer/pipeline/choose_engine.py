@@ -86,13 +86,18 @@ class PickedBackend:
 
 @dataclass(frozen=True)
 class _Checked:
-    """A candidate with correct engines and without latencies yet."""
+    """A candidate with correct engines.
+
+    Attributes:
+        times: its latencies at each size, in milliseconds; empty before they are measured.
+    """
 
     variant: Variant
     candidate: Candidate
     made: Mapping[str, BuiltEngine]
     runs: Runnable
     checks: Mapping[str, tuple[OutputCheck, ...]]
+    times: tuple[Sequence[float], ...] = ()
 
     @property
     def usual_us(self) -> float:
@@ -174,6 +179,13 @@ def pick_backend(
         name = next((entry.name for entry in choice.candidates if entry.is_float and entry.milliseconds), None)
         is_delivered = plain is None or name == both.float_name
         fastest_float = None if name is None or is_delivered else (name, correct[name].runs)
+        shown = {"engine": low, **({} if plain is None else {"float": plain})}
+        if fastest_float is not None:
+            shown[fastest_float[0]] = correct[fastest_float[0]]
+        both.timed = {
+            batch_shape(batch): {name: one.times[place] for name, one in shown.items() if place < len(one.times)}
+            for place, batch in enumerate(batches)
+        }
     floats = work.graphs.checked_modules(work.context.model)
     references = {name: of_graph.of_one(floats[name]) for name, of_graph in maker.references.items()}
     float_checks = {} if plain is None else plain.checks
@@ -205,7 +217,7 @@ def _time(
         times, broken = timed(engines, partial(take, rounds=_FEW_ROUNDS, warmup=1), call)
         spent = sum(sum(milliseconds) for milliseconds in times.values()) / 1000
         measured = [replace(correct[name].candidate, milliseconds=(statistics.median(times[name]),)) for name in times]
-        fast = {name: engines[name] for name in times.keys() - slow_ones(measured)}
+        fast = {name: engines[name] for name in (times.keys() - slow_ones(measured)) | _delivered_floats(measured)}
         # At a size that takes seconds, few rounds are enough.
         if len(fast) > 1 and spent <= _ENOUGH_S:
             all_rounds, broken_later = timed(fast, take, call)
@@ -216,8 +228,17 @@ def _time(
         for name in times.keys() - broken.keys():
             entry = correct[name]
             medians = (*entry.candidate.milliseconds, statistics.median(times[name]))
-            correct[name] = replace(entry, candidate=replace(entry.candidate, milliseconds=medians))
+            candidate = replace(entry.candidate, milliseconds=medians)
+            correct[name] = replace(entry, candidate=candidate, times=(*entry.times, times[name]))
     return shapes
+
+
+def _delivered_floats(measured: Sequence[Candidate]) -> set[str]:
+    """Return the names of the float engines that the report may show beside the winner, however slow they are."""
+    by_time = sorted(measured, key=lambda entry: entry.milliseconds[0])
+    floats = [entry for entry in by_time if entry.is_float]
+    low = next((entry for entry in by_time if not entry.is_float), None)
+    return {entry.name for entry in floats if entry is floats[0] or (low is not None and entry.backend == low.backend)}
 
 
 _SCORED = 1.1

@@ -52,6 +52,8 @@ class RunEngines:
         float_name: the backend and the precision of the float engine, such as ``openvino bfloat16``.
         chosen_us: the latencies with which a choice compared the quantized engine ``low`` and the float engine
             ``plain``, in microseconds; None without a choice.
+        timed: the latencies with which a choice compared ``engine``, ``float`` and the fastest float engine, in
+            milliseconds, by size; empty without a choice, and after an engine was built anew.
     """
 
     def __init__(self, context: RunContext, config: RunConfig, folder: Path, graphs: Graphs) -> None:
@@ -59,6 +61,7 @@ class RunEngines:
             backend=config.quantizer.backend, dtype=None, precision=config.engine.inference_precision
         ).name
         self.chosen_us: Mapping[str, float] | None = None
+        self.timed: dict[tuple[int, int | None], dict[str, Sequence[float]]] = {}
         self._context = context
         self._config = config
         self._folder = folder
@@ -149,6 +152,7 @@ class RunEngines:
                 self._built[name] = built
 
     def _forget(self, name: str) -> None:
+        self.timed = {}
         self._loaded.pop(name, None)
         self._assembled.pop(name, None)
 
