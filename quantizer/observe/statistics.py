@@ -238,6 +238,9 @@ class Seen:
                     reader = _Reader(path.endswith(f".{OUTPUT}"), f"{path}.{name}", record)
                     readers.setdefault(record.group, []).append(reader)
         for group, operands in readers.items():
+            if any(reader.record.smoothed is not None for reader in operands):
+                # A saved choice without batches to repeat it: its ranges have the numbers of these tensors.
+                continue
             _separate(group, sorted(operands, key=lambda reader: (reader.is_result, reader.name)))
 
     def _add_group(self, added: RangeGroup, other: Seen) -> None:
