@@ -472,6 +472,13 @@ class ModelSession:
                     "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
                 )
 
+    def passes(self) -> float:
+        """Return how often all calibration data ran through the model, for the statistics and for the last plan."""
+        if self.calibration is None:
+            return 0.0
+        statistics = self.calibration.observation()
+        return 1 + statistics.replayed / statistics.batches if statistics.batches else 0.0
+
     def products(self) -> tuple[CountedProduct, ...]:
         """Return the matrix multiplications that torch computed in calibration."""
         return () if (deciding := self._plan_source) is None else deciding.products

@@ -626,6 +626,14 @@ class Quantizer:
         return self._session.coverage()
 
     @property
+    def passes(self) -> float:
+        """How often all calibration data ran through the model: once for the statistics, then for the plan.
+
+        A plan of stored choices, or of another backend's equal ones, needs no more passes. 0 without a calibration.
+        """
+        return self._session.passes()
+
+    @property
     def layers(self) -> Layers:
         """A table with formats, range, SQNR in dB, share of the multiply-adds and sensitivity of each layer that ran.
 

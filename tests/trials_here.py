@@ -17,7 +17,7 @@ _SHORT_S = 1.0
 @contextmanager
 def trials_here() -> Iterator[None]:
     """Build and run engines here, and again in a process of its own where that fails or has little time."""
-    with mock.patch.object(measure, "in_own_process", _here):
+    with mock.patch.object(measure, "in_own_process", _here), mock.patch.object(measure, "begin_in_own_process"):
         yield
 
 

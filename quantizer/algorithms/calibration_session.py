@@ -124,6 +124,7 @@ class CalibrationSession:
             self._observation.seen.add(_restored(earlier, self.proxy, self._observation))
         if anew:
             self._choose_anew(kept)
+            self._observation.seen.separate_groups()
         self._began_with = self._observation.seen.batches
         # The model may be trained between batches: the proxy copies its current buffers.
         self._buffers = OwnBuffers(self.proxy, model)

@@ -21,6 +21,7 @@ from quantizer.algorithms import (
     site_ranges,
 )
 from quantizer.algorithms.algorithm import Algorithm, Proxied, Work, algorithms
+from quantizer.algorithms.replay import counted_runs
 from quantizer.algorithms.settings import Settings
 from quantizer.errors import CalibrationError
 from quantizer.observe.batch_pass import Watched, calls_together
@@ -127,7 +128,7 @@ def make_plan(proxy: Proxied, observed: Seen) -> Plan:
     """
     work, settings, digest = Work.of(proxy, observed), proxy.settings, None
     known = Known() if observed.kept is None else observed.kept.known
-    with torch.no_grad():
+    with torch.no_grad(), counted_runs() as runs:
         if observed.batches == 0:
             return work.plan()
         is_due = replays_batches(settings) and observed.chosen_at != observed.batches
@@ -144,6 +145,7 @@ def make_plan(proxy: Proxied, observed: Seen) -> Plan:
         if is_due:
             observed.chosen_at, observed.rounding = observed.batches, None
         plan = _run_algorithms(_afterwards(settings), plan, work)
+    observed.replayed += runs["batches"]
     if digest is not None and digest not in known.choices:
         known.keep(digest, observed)
         if known.store.folder is not None:

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,8 +42,39 @@ Visit = Callable[[Any, Any, Any, Tensor | None], None]
 """A function of a call: its site or module, its arguments, and the mask [B, S] of real tokens (None: all are real)."""
 
 
+_COUNT: ContextVar[Counter[str] | None] = ContextVar("_COUNT", default=None)
+"""The number of batches that ``run`` has run, inside ``counted_runs``."""
+
+
+@contextmanager
+def counted_runs() -> Iterator[Counter[str]]:
+    """Yield a counter, whose ``batches`` become the number of batches that run in the block."""
+    count: Counter[str] = Counter()
+    token = _COUNT.set(count)
+    try:
+        yield count
+    finally:
+        _COUNT.reset(token)
+
+
+@contextmanager
+def _uncounted() -> Iterator[None]:
+    """Do not count the batches that run in the block."""
+    token = _COUNT.set(None)
+    try:
+        yield
+    finally:
+        _COUNT.reset(token)
+
+
+def _count(batches: int) -> None:
+    if (count := _COUNT.get()) is not None:
+        count["batches"] += batches
+
+
 def run(proxy: nn.Module, batch: Batch, override: CallOverride | None = None, sites: Collection[Site] = ()) -> Any:
     """Return the output for a copy of a batch; ``override`` replaces the calls of ``sites``, active or not."""
+    _count(1)
     args, keywords = copied(*batch)
     # forward() instead of a call: the hooks of the proxy are for calibration.
     with _overridden(sites, override), unmoved(proxy), numbered(proxy):
@@ -99,6 +131,7 @@ class Replay:
             # The proxy itself is not called, because its hooks are for calibration.
             called = [module for module in modules if module is self._proxy]
             self._pass(batch, modules, lambda module, *_, called=called: called.append(module), in_float)
+            _count(1)
             self._calls.append(Counter(called))
             # A module that no earlier batch reached follows the module called before it.
             position = 0
@@ -130,7 +163,8 @@ class Replay:
             if remaining == 0:
                 raise Reached
 
-        with ended, suppress(Reached):
+        # Together, the parts of a batch are about one more pass, which ``in_order`` counts.
+        with _uncounted(), ended, suppress(Reached):
             self._pass(self.batches[place], [module], counted, in_float)
 
     def in_float(self) -> AbstractContextManager[None]:

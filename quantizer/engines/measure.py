@@ -6,6 +6,7 @@ never falls, and trial builds have a process of their own, because they may cras
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import statistics
@@ -60,6 +61,12 @@ def end_trial_process() -> None:
         worker.close()
 
 
+def finish_trials() -> None:
+    """Wait for the trial builds that ``begin_build`` began, so that they do not disturb a measurement."""
+    if (worker := _KEPT.get()) is not None:
+        worker.finish(TIMEOUT_S)
+
+
 def in_own_process(task: str, backend: str, words: Sequence[Any], *, doing: str, timeout_s: float) -> Any:
     """Run a task of ``_TASKS`` in another process, and return its result.
 
@@ -75,11 +82,22 @@ def in_own_process(task: str, backend: str, words: Sequence[Any], *, doing: str,
     Raises:
         EngineError: the task failed, took too long, or crashed its process.
     """
-    request, kept = _request(task, backend, words), _KEPT.get()
+    request, name, kept = _request(task, backend, words), _name(task, backend, words), _KEPT.get()
     if kept is not None and task == "trial":
-        return kept.ask(request, doing=doing, timeout_s=timeout_s)
+        return kept.ask(name, request, doing=doing, timeout_s=timeout_s)
     with Worker(__name__) as worker:
-        return worker.ask(request, doing=doing, timeout_s=timeout_s)
+        return worker.ask(name, request, doing=doing, timeout_s=timeout_s)
+
+
+def begin_in_own_process(task: str, backend: str, words: Sequence[Any]) -> None:
+    """Begin a task for a later ``in_own_process``; do nothing outside ``trial_process``."""
+    if (worker := _KEPT.get()) is not None:
+        worker.begin(_name(task, backend, words), _request(task, backend, words))
+
+
+def _name(task: str, backend: str, words: Sequence[Any]) -> str:
+    """Return the name of a request: what it asks for."""
+    return json.dumps([task, backend, words], sort_keys=True)
 
 
 def _request(task: str, backend: str, words: Sequence[Any]) -> dict[str, Any]:
@@ -278,18 +296,38 @@ def tried_build(
         sizes: sizes of the dynamic dimensions of the inputs.
         timeout_s: time limit in seconds; None: ``TIMEOUT_S``.
     """
+    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+    words = _trial_words(onnx, engine, options, threads, sizes)
+    doing = f"building and running {engine.name} for {backend} in a separate process"
+    result = in_own_process("trial", backend, words, doing=doing, timeout_s=timeout_s)
+    note_digests(result["native"])
+    return BuildResult(engine, result["size_bytes"], result["seconds"], tuple(result["warnings"]))
+
+
+def begin_build(
+    backend: str,
+    onnx: Path,
+    engine: Path,
+    options: BuildOptions,
+    *,
+    threads: int = 1,
+    sizes: InputSizes = _TRIAL_SIZES,
+) -> None:
+    """Begin a build whose result ``tried_build`` with the same arguments returns; do nothing outside a trial process.
+
+    Args: see ``tried_build``.
+    """
+    begin_in_own_process("trial", backend, _trial_words(onnx, engine, options, threads, sizes))
+
+
+def _trial_words(onnx: Path, engine: Path, options: BuildOptions, threads: int, sizes: InputSizes) -> list[Any]:
     build_options = {
         "dynamic": dict(options.dynamic),
         "only_sizes": list(map(dict, options.only_sizes)),
         "inference_precision": options.inference_precision,
         "compiled": options.compiled,
     }
-    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    words = (str(onnx), str(engine), threads, build_options, asdict(sizes))
-    doing = f"building and running {engine.name} for {backend} in a separate process"
-    result = in_own_process("trial", backend, words, doing=doing, timeout_s=timeout_s)
-    note_digests(result["native"])
-    return BuildResult(engine, result["size_bytes"], result["seconds"], tuple(result["warnings"]))
+    return [str(onnx), str(engine), threads, build_options, asdict(sizes)]
 
 
 def _trial_build(

@@ -221,6 +221,7 @@ class Pass:
         self._magnitudes.returned(result)
         for leaf in _pytree.tree_leaves(result):
             self._outputs.read(leaf)
+        self.seen.separate_groups()
         return replace(self.seen, batches=1, products=self._counter.products(), regions=self._magnitudes.regions())
 
     # -- one site --------------------------------------------------------------------------------------------------
@@ -279,12 +280,11 @@ class Pass:
         modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
         try:
             with self._lock:
-                if record.group is not None and call < len(record.tensors or ()):
+                if record.group is not None and record.tensor_of(call) >= 0:
                     known = self._groups.get(value)
                     if known == (self._provenance.version(value), record.group, record.tensor_of(call)):
                         return
-                    # Several tensors that derive from one result share a range.
-                    record.group.keep_together("")
+                    record.group.of_one_result = True
                 self._observe(site, site.operation.operands[0].name, value, record, call)
         finally:
             for mode in reversed(modes):

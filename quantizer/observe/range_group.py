@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -99,6 +99,7 @@ class RangeGroup:
         parts: the range of each tensor of a pass (empty: there is one tensor, or ``together``).
         together: why the tensors of a pass share a range; empty if no note is needed (None: they have their own
             ranges).
+        of_one_result: whether tensors derive from the same result of a convolution, so they share its range.
     """
 
     calibrator: Calibrator
@@ -109,10 +110,13 @@ class RangeGroup:
     migration: Migration | None = None
     parts: list[RangeGroup] = field(default_factory=list)
     together: str | None = None
+    of_one_result: bool = False
 
     @property
     def told_apart(self) -> bool:
         """True if the tensors of a pass have ranges of their own; tensors of zeros do not count."""
+        if self.of_one_result:
+            return False
         largest = [part.calibrator.largest for part in self.parts if part.calibrator.largest > 0]
         return bool(largest) and max(largest) >= _APART * min(largest)
 
@@ -128,7 +132,23 @@ class RangeGroup:
     def migrated(self, migration: Migration, operands: list[str], make: Callable[[], Calibrator]) -> RangeGroup:
         """Return an empty range group for the tensors divided by SmoothQuant factors, read by ``operands``."""
         parts = [RangeGroup(calibrator=make(), migration=migration) for _ in self.parts]
-        return RangeGroup(calibrator=make(), operands=operands, migration=migration, parts=parts)
+        return RangeGroup(
+            calibrator=make(),
+            operands=operands,
+            migration=migration,
+            parts=parts,
+            of_one_result=self.of_one_result,
+        )
+
+    def selected(self, numbers: Sequence[int], operands: list[str], *, of_one_result: bool) -> RangeGroup:
+        """Return a group of some tensors of the pass, in the given order, which ``operands`` read."""
+        parts = [self.parts[number].copy() for number in numbers]
+        group = replace(parts[0].copy(), parts=parts if len(parts) > 1 else [])
+        for part in parts[1:]:
+            group._add_values(part)
+        chosen = self.chosen if len(parts) > 1 else group.chosen
+        group.operands, group.chosen, group.of_one_result = operands, chosen, of_one_result
+        return group
 
     def observe(self, x: Tensor, tensor: int) -> None:
         """Add the values of a tensor of the pass, already divided by the factors."""
@@ -137,6 +157,7 @@ class RangeGroup:
 
     def keep_together(self, why: str) -> None:
         """Let all tensors of a pass share one range; of several reasons the first in sort order is kept."""
+        why = "" if self.of_one_result else why
         self.together, self.parts = min(filter(None, (self.together, why)), default=""), []
 
     def add_tensor(self, calibrator: Calibrator) -> int:
@@ -150,6 +171,7 @@ class RangeGroup:
     def append(self, other: RangeGroup) -> int:
         """Add the tensors of another group after the own ones; return the index of the first of them."""
         first = max(len(self.parts), 1)
+        self.of_one_result = self.of_one_result or other.of_one_result
         together = self.together if self.together is not None else other.together
         if together is None:
             self.parts = [*self._single(), *other._single()]
@@ -176,6 +198,7 @@ class RangeGroup:
 
     def add(self, other: RangeGroup) -> None:
         """Add the values of the same tensors of another pass, but not the operands of the other group."""
+        self.of_one_result = self.of_one_result or other.of_one_result
         if self.together is not None or other.together is not None:
             self.keep_together(other.together or self.together or "")
         elif len(self.parts) != len(other.parts):
@@ -252,8 +275,10 @@ class OperandRecord:
     tensors: tuple[int, ...] | None = None
 
     def read(self, call: int, tensor: int) -> None:
-        before = self.tensors or ()
-        self.tensors = (*before, *(-1 for _ in range(call - len(before))), tensor)
+        tensors = [*(self.tensors or ()), *(-1 for _ in range(call + 1 - len(self.tensors or ())))]
+        if tensors[call] < 0:
+            tensors[call] = tensor
+        self.tensors = tuple(tensors)
 
     def add(self, other: OperandRecord) -> None:
         """Add the record of other calls, except for weight and group."""

@@ -223,6 +223,7 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
         **({} if group.migration is None else {"migration_axes": list(group.migration.axes)}),
         **({} if not group.parts else {"parts": [_plain_part(part, rows) for part in group.parts]}),
         **({"together": group.together} if group.together else {}),
+        **({"of_one_result": True} if group.of_one_result else {}),
         **_plain_calibrator(group.calibrator, rows),
     }
 
@@ -288,6 +289,7 @@ def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[boo
         channels=_channels(saved.channels),
         channels_vary=saved.channels_vary,
         together=saved.together,
+        of_one_result=saved.of_one_result,
         parts=[
             RangeGroup(
                 calibrator=_filled(make(part.histogram is not None), part, counts),
@@ -425,6 +427,7 @@ class SeenGroup(SeenCalibrator):
     migration_axes: tuple[int, int | None] = (-1, None)
     parts: tuple[SeenPart, ...] = ()
     together: str | None = None
+    of_one_result: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

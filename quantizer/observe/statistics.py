@@ -24,6 +24,7 @@ from quantizer.observe.float16_modules import Float32Modules
 from quantizer.observe.range_group import OperandRecord, RangeGroup, RoundedWeight
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.reasons import ReasonCode
+from quantizer.proxy.site import OUTPUT
 from quantizer.proxy.weight import Weight
 from quantizer.rewrite.operations import Kind
 from quantizer.utils.sizes import InputShapes
@@ -78,6 +79,8 @@ class Seen:
         inputs: the shapes of the inputs, without duplicates, in order of appearance.
         rounding: the weights that are already rounded, if the choice of their integers was interrupted (None: it was
             not).
+        replayed: the number of stored batches that ran again for the choices of the plan, those of several passes
+            counted several times.
     """
 
     records: dict[str, SiteStatistics]
@@ -92,6 +95,7 @@ class Seen:
     bias_shifts: tuple[int, BiasShifts] | None = None
     inputs: tuple[InputShapes, ...] = ()
     rounding: RoundingProgress | None = None
+    replayed: int = 0
 
     @classmethod
     def of_sites(cls, paths: Iterable[str], kept: ReplayBatches | None = None) -> Seen:
@@ -145,7 +149,7 @@ class Seen:
                 mine.left, mine.rounded, mine.spread = record.left, record.rounded, record.spread
                 if mine.group is not None and record.group is not None:
                     mine.group.chosen = record.group.chosen
-                    for own, theirs in zip(mine.group.parts, record.group.parts, strict=True):
+                    for own, theirs in zip(mine.group.parts, record.group.parts, strict=False):
                         own.chosen = theirs.chosen
                 if record.smoothed is not None:
                     mine.smoothed = migrated.setdefault(record.smoothed, record.smoothed.copy())
@@ -185,6 +189,7 @@ class Seen:
             products=copy.copy(self.products),
             read_outside=dict(self.read_outside),
             kept=None if self.kept is None else self.kept.copy(),
+            replayed=0,
         )
 
     def add(self, other: Seen) -> None:
@@ -224,6 +229,24 @@ class Seen:
                     operand.tensors = operand.tensors and tuple(-1 if n < 0 else n + moved for n in operand.tensors)
         return moved
 
+    def separate_groups(self) -> None:
+        """Renumber the tensors of each group in the order of its operands, and split groups without common tensors.
+
+        Results of convolutions are last. A target that observes none has the same numbers then: its groups are split
+        where only a result joined them, and lose the tensors that only a result read.
+        """
+        readers: dict[RangeGroup, list[_Reader]] = {}
+        for path, site in self.records.items():
+            for name, record in site.operands.items():
+                if record.group is not None and record.group.parts:
+                    reader = _Reader(path.endswith(f".{OUTPUT}"), f"{path}.{name}", record)
+                    readers.setdefault(record.group, []).append(reader)
+        for group, operands in readers.items():
+            if any(reader.record.smoothed is not None for reader in operands):
+                # A saved choice without batches to repeat it: its ranges have the numbers of these tensors.
+                continue
+            _separate(group, sorted(operands, key=lambda reader: (reader.is_result, reader.name)))
+
     def _add_group(self, added: RangeGroup, other: Seen) -> None:
         named = [(name, self._operand(name)) for name in added.operands]
         # An operand that is a weight in other calls needs no range, because its site is not quantized.
@@ -252,6 +275,55 @@ class Seen:
     def _operand(self, name: str) -> OperandRecord:
         path, _, operand = name.rpartition(".")
         return self.records[path].operands[operand]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """An operand of a range group: whether it is the result of a convolution, its name and its record."""
+
+    is_result: bool
+    name: str
+    record: OperandRecord
+
+    @property
+    def tensors(self) -> list[int]:
+        return [number for number in self.record.tensors or () if number >= 0]
+
+
+def _separate(group: RangeGroup, operands: list[_Reader]) -> None:
+    """Split a group into operands with common tensors, numbered in the order of their operands."""
+    every = range(len(group.parts))
+    order = list(dict.fromkeys([number for reader in operands for number in reader.tensors]))
+    has_results = any(reader.is_result for reader in operands)
+    parts = [(operands, {*every})] if has_results else _connected(operands)
+    for readers, tensors in parts:
+        numbers = [*(number for number in order if number in tensors), *sorted(tensors.difference(order))]
+        if not numbers or numbers == [*every]:
+            continue
+        names = {reader.name for reader in readers}
+        of_one_result = has_results and group.of_one_result
+        new = group.selected(numbers, [name for name in group.operands if name in names], of_one_result=of_one_result)
+        for reader in readers:
+            reader.record.group = new
+            reader.record.tensors = tuple(
+                numbers.index(number) if number >= 0 else -1 for number in reader.record.tensors or ()
+            )
+
+
+def _connected(operands: Iterable[_Reader]) -> list[tuple[list[_Reader], set[int]]]:
+    """Return the operands that directly or indirectly have tensors in common, with these tensors."""
+    found: list[tuple[list[_Reader], set[int]]] = []
+    for reader in operands:
+        tensors = set(reader.tensors)
+        joined = [one for one in found if one[1] & tensors]
+        found = [one for one in found if not one[1] & tensors]
+        found.append(
+            (
+                [*(other for readers, _ in joined for other in readers), reader],
+                tensors.union(*(numbers for _, numbers in joined)),
+            )
+        )
+    return found
 
 
 @dataclass(kw_only=True, slots=True)

@@ -304,13 +304,15 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = self._outputs
         # A site reports its own operands.
         followed = None if outputs is None or self._counter.in_site else outputs.computes(func, args, inputs)
+        written = _tensors((*args[:1], kwargs.get("out"))) if _writes(func) else []
+        if outputs is not None and followed is None and written:
+            outputs.forget(written)
         result = _filled(func, args, kwargs)
         if outputs is not None and followed is not None:
             outputs.follow_results(result, *followed)
-        if _writes(func):
-            for tensor in _tensors((*args[:1], kwargs.get("out"))):
-                if (memory := _memory(tensor)) is not None:
-                    self._written[memory] += 1
+        for tensor in written:
+            if (memory := _memory(tensor)) is not None:
+                self._written[memory] += 1
         if product is not None:
             origins = map(self.origin, PRODUCTS[product].tensors(args))
             of_parameters = all(origin is not None and origin.kind == "parameter" for origin in origins)
@@ -473,6 +475,18 @@ class OutputReaders:
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self._follow(tensor, site, call)
+
+    def forget(self, written: Iterable[Tensor]) -> None:
+        """Read and stop following all tensors in the memory that an operation is about to write other values into."""
+        if not self._sites:
+            return
+        memories = {_memory(tensor) for tensor in written} - {None}
+        for reference, _, _ in list(self._sites.values()):
+            tensor = reference()
+            if tensor is not None and _memory(tensor) in memories:
+                self.read(tensor)
+                self._whole.discard(id(tensor))
+                del self._sites[id(tensor)]
 
     def _follow(self, value: Tensor, site: Site, call: int) -> None:
         self._sites[id(value)] = (weakref.ref(value), site, call)

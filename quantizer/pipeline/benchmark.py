@@ -90,6 +90,7 @@ def measure_latency(
     reference: str,
     samples: Sequence[Any],
     fastest_float: tuple[str, Runnable] | None = None,
+    timed: Mapping[tuple[int, int | None], Mapping[str, Sequence[float]]] | None = None,
 ) -> tuple[Latency, ...]:
     """Return the latency of each engine, the most important size first; with several graphs, also of each graph.
 
@@ -105,11 +106,14 @@ def measure_latency(
         reference: the name of the float engine, to which speed-ups are relative.
         samples: samples for the batches.
         fastest_float: name and engine of another float engine, which is faster; then speed-ups are relative to it.
+        timed: latencies that a choice measured, in milliseconds, by size and engine.
     """
     models = {name: graphs.timed(form) for name, form in engines.items()}
+    known = {name: name for name in models}
     if fastest_float is not None:
         name, form = fastest_float
         models = {**models, "float": graphs.timed(form), reference: models["float"]}
+        known = {**known, "float": name, reference: "float"}
         reference = name
     with_pytorch = config.report.latency_shapes == "all"
     if "float" not in engines:
@@ -118,8 +122,13 @@ def measure_latency(
     threads = config.engine.threads
 
     def latency_of(models: Mapping[str, Runnable], batch: Batch, graph: str | None = None) -> Latency:
-        rows, tokens = batch_shape(batch)
-        entries = latency_entries(times_of(models, batch, threads))
+        rows, tokens = size = batch_shape(batch)
+        times: Mapping[str, Sequence[float]] = (timed or {}).get(size, {}) if graph is None else {}
+        if all(known.get(name) in times for name in models):
+            times = {name: times[known[name]] for name in models}
+        else:
+            times = times_of(models, batch, threads)
+        entries = latency_entries(times)
         return Latency(graph=graph, batch=rows, sequence=tokens, threads=threads, reference=reference, engines=entries)
 
     with context.timer("measure latency"):

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from quantizer.config import RunConfig
-from quantizer.engines import BuildResult, Engine, Inspection, inspect_engine, load_engine
+from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, inspect_engine, load_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates
-from quantizer.engines.measure import tried_build
+from quantizer.engines.measure import finish_trials, tried_build
+from quantizer.export.qdq.onnx_file import output_names
 from quantizer.pipeline.benchmark import batches_of_shapes, build_options, compared_shapes, run_sizes, times_of
 from quantizer.pipeline.compare_outputs import OutputCheck, References, check_engine, far_from_float, tolerance
 from quantizer.pipeline.context import RunContext, Runnable, as_predictor
@@ -40,7 +41,14 @@ from quantizer.pipeline.fastest_engine import (
     variants_of,
 )
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
-from quantizer.pipeline.run_engines import BuiltEngine, RunEngines, built_once, export_float, export_quantized
+from quantizer.pipeline.run_engines import (
+    BuiltEngine,
+    RunEngines,
+    begin_once,
+    built_once,
+    export_float,
+    export_quantized,
+)
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.pipeline.workload import Workload
 from quantizer.plan.targets import AUTO
@@ -78,13 +86,23 @@ class PickedBackend:
 
 @dataclass(frozen=True)
 class _Checked:
-    """A candidate with correct engines and without latencies yet."""
+    """A candidate with correct engines.
+
+    Attributes:
+        times: its latencies at each size, in milliseconds; empty before they are measured.
+    """
 
     variant: Variant
     candidate: Candidate
     made: Mapping[str, BuiltEngine]
     runs: Runnable
     checks: Mapping[str, tuple[OutputCheck, ...]]
+    times: tuple[Sequence[float], ...] = ()
+
+    @property
+    def usual_us(self) -> float:
+        """The latency at the first size, which is the usual one unless ``optimize_for`` is latency, in microseconds."""
+        return 1000 * self.candidate.milliseconds[0]
 
 
 def chooses(config: RunConfig) -> bool:
@@ -139,8 +157,8 @@ def pick_backend(
     variants = variants_of(config, candidates)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
         batches = batches_of_shapes(context, compared_shapes(config), samples)
-        maker = _CandidateBuilder(work, config, calibrated, batches, samples, Path(scratch))
-        correct, rejected = maker.all(variants)
+        maker = _CandidateBuilder(work, config, calibrated, batches, samples, Path(scratch), variants)
+        correct, rejected = maker.all()
         shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs)
         choice = choose([*(entry.candidate for entry in correct.values()), *rejected], shapes, missing)
         choice = bound(choice, lambda candidate: _inspected(context, config, correct[candidate.name]))
@@ -155,10 +173,19 @@ def pick_backend(
         if plain is not None:
             both.float_name = plain.variant.name
             both.adopt("float", plain.made)
+            if config.engine.optimize_for != "latency":
+                both.chosen_us = {"low": low.usual_us, "plain": plain.usual_us}
         both.adopt("engine", low.made)
         name = next((entry.name for entry in choice.candidates if entry.is_float and entry.milliseconds), None)
         is_delivered = plain is None or name == both.float_name
         fastest_float = None if name is None or is_delivered else (name, correct[name].runs)
+        shown = {"engine": low, **({} if plain is None else {"float": plain})}
+        if fastest_float is not None:
+            shown[fastest_float[0]] = correct[fastest_float[0]]
+        both.timed = {
+            batch_shape(batch): {name: one.times[place] for name, one in shown.items() if place < len(one.times)}
+            for place, batch in enumerate(batches)
+        }
     floats = work.graphs.checked_modules(work.context.model)
     references = {name: of_graph.of_one(floats[name]) for name, of_graph in maker.references.items()}
     float_checks = {} if plain is None else plain.checks
@@ -190,7 +217,7 @@ def _time(
         times, broken = timed(engines, partial(take, rounds=_FEW_ROUNDS, warmup=1), call)
         spent = sum(sum(milliseconds) for milliseconds in times.values()) / 1000
         measured = [replace(correct[name].candidate, milliseconds=(statistics.median(times[name]),)) for name in times]
-        fast = {name: engines[name] for name in times.keys() - slow_ones(measured)}
+        fast = {name: engines[name] for name in (times.keys() - slow_ones(measured)) | _delivered_floats(measured)}
         # At a size that takes seconds, few rounds are enough.
         if len(fast) > 1 and spent <= _ENOUGH_S:
             all_rounds, broken_later = timed(fast, take, call)
@@ -201,8 +228,17 @@ def _time(
         for name in times.keys() - broken.keys():
             entry = correct[name]
             medians = (*entry.candidate.milliseconds, statistics.median(times[name]))
-            correct[name] = replace(entry, candidate=replace(entry.candidate, milliseconds=medians))
+            candidate = replace(entry.candidate, milliseconds=medians)
+            correct[name] = replace(entry, candidate=candidate, times=(*entry.times, times[name]))
     return shapes
+
+
+def _delivered_floats(measured: Sequence[Candidate]) -> set[str]:
+    """Return the names of the float engines that the report may show beside the winner, however slow they are."""
+    by_time = sorted(measured, key=lambda entry: entry.milliseconds[0])
+    floats = [entry for entry in by_time if entry.is_float]
+    low = next((entry for entry in by_time if not entry.is_float), None)
+    return {entry.name for entry in floats if entry is floats[0] or (low is not None and entry.backend == low.backend)}
 
 
 _SCORED = 1.1
@@ -228,8 +264,11 @@ class _CandidateBuilder:
         batches: Sequence[Batch],
         samples: Sequence[Any],
         folder: Path,
+        variants: Sequence[Variant],
     ) -> None:
         self.quantizers = dict(calibrated)
+        self._variants = variants
+        self._begun: set[str] = set()
         self._context = work.context
         self._graphs = work.graphs
         self._config = config
@@ -245,14 +284,14 @@ class _CandidateBuilder:
             for name, batches in work.graphs.checked_on(config, samples).items()
         }
 
-    def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Checked], list[Candidate]]:
+    def all(self) -> tuple[dict[str, _Checked], list[Candidate]]:
         """Return the correct candidates by name, and the records of the others."""
         correct: dict[str, _Checked] = {}
         rejected: list[Candidate] = []
         fallback = self._config.fallback
         budget = fallback is not None and fallback.max_drop is not None
-        names, begun, began = [variant.name for variant in variants], set[str](), time.perf_counter()
-        with counted(variants, "candidates", unit="engine", note=named) as steps:
+        names, begun, began = [variant.name for variant in self._variants], set[str](), time.perf_counter()
+        with counted(self._variants, "candidates", unit="engine", note=named) as steps:
             for variant in steps:
                 candidate, start = Candidate(backend=variant.backend, format=variant.format), time.perf_counter()
                 if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in correct:
@@ -273,6 +312,7 @@ class _CandidateBuilder:
                     candidate = failed(candidate, error)
                     rejected.append(candidate)
                 self._context.timer.tell(candidate_line(candidate, names, time.perf_counter() - start))
+        finish_trials()
         return correct, rejected
 
     def scored(self, choice: EngineChoice, correct: Mapping[str, _Checked]) -> EngineChoice:
@@ -304,15 +344,19 @@ class _CandidateBuilder:
         """Export, build and check one candidate."""
         graphs, model = self._graphs, self._context.model
         frozen, files = self._exported(variant)
+        self._begin(variant, variant.backend, files)
+        expected, plain = graphs.checked_modules(frozen), graphs.checked_modules(model)
+        for graph in () if graphs.several else graphs.names:
+            # PyTorch computes while the engine is built.
+            for module in (plain[graph], expected[graph]):
+                self.references[graph].of(module, output_names(files[graph]))
         engines_of_graph: dict[str, BuiltEngine] = {}
         for graph in graphs.names:
-            place = graphs.files(self._folder / variant.file_name, QUANTIZED_STEM, graph)
-            place.engine.parent.mkdir(exist_ok=True)
-            built, engine = self._built(variant, files[graph], place.engine, graph)
-            engines_of_graph[graph] = BuiltEngine(EngineFiles(onnx=files[graph], engine=place.engine), built, engine)
+            place = self._place(variant, graph)
+            built, engine = self._built(variant, files[graph], place, graph)
+            engines_of_graph[graph] = BuiltEngine(EngineFiles(onnx=files[graph], engine=place), built, engine)
         computed = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
         bound = tolerance(self._config.report.tolerance, variant.dtype is not None, computed)
-        expected, plain = graphs.checked_modules(frozen), graphs.checked_modules(model)
         timed: list[OutputCheck] = []
         checks_of_graph: dict[str, tuple[OutputCheck, ...]] = {}
         engines = {graph: entry.engine for graph, entry in engines_of_graph.items()}
@@ -327,9 +371,32 @@ class _CandidateBuilder:
         measured = replace(candidate, sqnr_db=far_from_float(timed))
         return _Checked(variant, measured, engines_of_graph, graphs.assembled(engines), checks_of_graph)
 
-    def _built(self, variant: Variant, onnx: Path, path: Path, graph: str) -> tuple[BuildResult, Engine]:
-        config, name = self._config, variant.backend
-        threads = config.engine.threads
+    def _begin(self, variant: Variant, backend: str, files: Mapping[str, Path]) -> None:
+        """Begin to build the candidates of a backend that have the same files as a variant."""
+        kind = (variant.dtype, variant.dynamic)
+        for other in self._variants:
+            if other.backend == backend and (other.dtype, other.dynamic) == kind and other.name not in self._begun:
+                self._begun.add(other.name)
+                for graph, onnx in files.items():
+                    options, more = self._options(other, graph)
+                    begin_once(self._kept, backend, onnx, self._place(other, graph), options, **more)
+
+    def _begin_next(self, backend: str) -> None:
+        """Begin to build the float engines of the next backend, while this process makes the plan of this one."""
+        plain = [variant for variant in self._variants if variant.dtype is None]
+        names = list(dict.fromkeys(variant.backend for variant in plain))
+        for following in names[names.index(backend) + 1 :][:1] if backend in names else ():
+            self._begin(plain[0], following, self._exported(plain[0])[1])
+
+    def _place(self, variant: Variant, graph: str) -> Path:
+        """Return the engine file of a variant, in a folder that exists."""
+        place = self._graphs.files(self._folder / variant.file_name, QUANTIZED_STEM, graph).engine
+        place.parent.mkdir(exist_ok=True)
+        return place
+
+    def _options(self, variant: Variant, graph: str) -> tuple[BuildOptions, dict[str, Any]]:
+        """Return the build options of a variant, and the other arguments of its trial."""
+        config = self._config
         options = replace(
             build_options(config, self._graphs.dimensions(config, graph)),
             inference_precision=variant.precision,
@@ -339,8 +406,12 @@ class _CandidateBuilder:
         if self._graphs.several:
             dynamic = config.export.dynamic
             sizes = replace(sizes, batch=dynamic.batch[0], sequence=dynamic.sequence[0])
-        built = built_once(self._kept, tried_build, name, onnx, path, options, threads=threads, sizes=sizes)
-        return built, load_engine(name, built.path, threads=threads)
+        return options, {"threads": config.engine.threads, "sizes": sizes}
+
+    def _built(self, variant: Variant, onnx: Path, path: Path, graph: str) -> tuple[BuildResult, Engine]:
+        options, more = self._options(variant, graph)
+        built = built_once(self._kept, tried_build, variant.backend, onnx, path, options, **more)
+        return built, load_engine(variant.backend, built.path, threads=self._config.engine.threads)
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Checked]) -> str | None:
         """Return why a backend is too slow to need a plan; None if it needs one, or has one."""
@@ -356,7 +427,10 @@ class _CandidateBuilder:
         (graph,) = self._graphs.names
 
         def build(onnx: Path, path: Path) -> Engine:
-            return self._built(variant, onnx, path, graph)[1]
+            engine = self._built(variant, onnx, path, graph)[1]
+            # The engine is timed next.
+            finish_trials()
+            return engine
 
         context, name, opset = self._context, variant.backend, self._config.export.opset
         stem, example = self._folder / f"{name}-rough", context.feed.example()
@@ -381,9 +455,11 @@ class _CandidateBuilder:
                 ranges = "dynamic" if variant.dynamic else None
                 assert self._calibrated is not None
                 self.quantizers[key] = self._calibrated.for_backend(variant.backend, ranges=ranges)
+            self._begin_next(variant.backend)
             if variant.dynamic:
                 require_sites(self.quantizers[key])
             proxy = self.quantizers[key].quantize(self._context.model)
+            self._context.timer.tell_passes(self.quantizers[key].passes)
             export_quantized(self.quantizers[key], graphs, proxy, files, opset, self._kept)
             self._frozen[key] = proxy
         return self._frozen[key], files

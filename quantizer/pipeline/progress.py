@@ -321,6 +321,11 @@ class StageTimer:
         self._heartbeat.line_printed()
         print_lines([line], self.console, first="  ", rest="    ")
 
+    def tell_passes(self, passes: float) -> None:
+        """Print what a plan cost, unless the calibrating pass was enough."""
+        if passes > 1:
+            self.tell(f"plan: {passes:.1f} passes of the calibration data")
+
     def build(self, backend: str, onnx: Path, engine: Path, options: BuildOptions) -> BuildResult:
         """Build an engine with a progress bar, and print the builder's warnings."""
         with loop(engine.name, unit="percent", total=100) as building:

@@ -14,6 +14,7 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, load_engine, observe_engine, runs_here
 from quantizer.engines.for_this_cpu import Variant
+from quantizer.engines.measure import begin_build
 from quantizer.export.exporter import export_onnx
 from quantizer.pipeline.benchmark import build_options, run_sizes
 from quantizer.pipeline.compare_outputs import OnlySizes
@@ -49,12 +50,18 @@ class RunEngines:
 
     Attributes:
         float_name: the backend and the precision of the float engine, such as ``openvino bfloat16``.
+        chosen_us: the latencies with which a choice compared the quantized engine ``low`` and the float engine
+            ``plain``, in microseconds; None without a choice.
+        timed: the latencies with which a choice compared ``engine``, ``float`` and the fastest float engine, in
+            milliseconds, by size; empty without a choice, and after an engine was built anew.
     """
 
     def __init__(self, context: RunContext, config: RunConfig, folder: Path, graphs: Graphs) -> None:
         self.float_name = Variant(
             backend=config.quantizer.backend, dtype=None, precision=config.engine.inference_precision
         ).name
+        self.chosen_us: Mapping[str, float] | None = None
+        self.timed: dict[tuple[int, int | None], dict[str, Sequence[float]]] = {}
         self._context = context
         self._config = config
         self._folder = folder
@@ -145,6 +152,7 @@ class RunEngines:
                 self._built[name] = built
 
     def _forget(self, name: str) -> None:
+        self.timed = {}
         self._loaded.pop(name, None)
         self._assembled.pop(name, None)
 
@@ -304,7 +312,7 @@ def built_once(
     **more: Any,
 ) -> BuildResult:
     """Return a built engine, or a copy of an earlier one from the same file, options, packages and CPU."""
-    key = ["engine", backend, options, more, collect_versions(), sorted(cpu_flags()), onnx]
+    key = _engine_key(backend, onnx, options, more)
 
     def make() -> dict[str, Any]:
         built = build(backend, onnx, engine, options, **more)
@@ -316,6 +324,16 @@ def built_once(
         kept.drop(key)
         facts = kept.get(key, make, engine)
     return BuildResult(engine, facts["size_bytes"], facts["seconds"], tuple(facts["warnings"]))
+
+
+def begin_once(kept: Store, backend: str, onnx: Path, engine: Path, options: BuildOptions, **more: Any) -> None:
+    """Begin a build in the trial process for a later ``built_once`` with ``tried_build``, unless it is stored."""
+    if kept.find(_engine_key(backend, onnx, options, more)) is None:
+        begin_build(backend, onnx, engine, options, **more)
+
+
+def _engine_key(backend: str, onnx: Path, options: BuildOptions, more: Mapping[str, Any]) -> list[object]:
+    return ["engine", backend, options, more, collect_versions(), sorted(cpu_flags()), onnx]
 
 
 def nearest_form(engines: Mapping[str, Runnable], quantizer: Quantizer, model: nn.Module) -> dict[str, Runnable]:

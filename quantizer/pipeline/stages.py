@@ -238,6 +238,8 @@ def _quantize(job: Job) -> None:
         job.training = train(job.context, job.config.qat, job.quantizer, job.examples.training, job.metric)
     with job.timer("quantize"):
         job.forms["proxy" if job.training is None else "qat"] = job.quantizer.quantize(job.model)
+    if job.among is None and not job.built:
+        job.timer.tell_passes(job.quantizer.passes)
 
 
 def _drop_of_engine(job: Job) -> float | None:
@@ -409,7 +411,9 @@ def benchmark(job: Job) -> None:
         # A fixed-shape engine has a model for the usual size.
         config = config.model_copy(update={"report": config.report.model_copy(update={"latency_shapes": "usual"})})
     rival = None if job.alone or job.graphs.several or "float" not in loaded else job.fastest_float
-    job.latencies = measure_latency(context, config, job.graphs, loaded, single, name, job.samples, rival)
+    job.latencies = measure_latency(
+        context, config, job.graphs, loaded, single, name, job.samples, rival, job.engines.timed
+    )
     # A ratio needs both engines.
     if config.report.diagnose and config.quantize and not job.graphs.several:
         job.memory = measure_memory(context, config, {name: built.path for name, built in job.built.items()})

@@ -153,9 +153,18 @@ class Timing:
 
 
 def time_groups_of(
-    plan: Plan, quantized: nn.Module, low: EngineFiles, plain: EngineFiles, timing: Timing, times: Store
+    plan: Plan,
+    quantized: nn.Module,
+    low: EngineFiles,
+    plain: EngineFiles,
+    timing: Timing,
+    times: Store,
+    known_us: Mapping[str, float] | None = None,
 ) -> LatencyCosts | None:
-    """Return the latency costs of a plan's groups; None if the library does not report layer times."""
+    """Return the latency costs of a plan's groups; None if the library does not report layer times.
+
+    ``known_us`` are the latencies of the engines ``low`` and ``plain``; None: they are measured.
+    """
     hosts, where = {site.path: site.host_path for site in sites_of(quantized)}, timing.words(plain.onnx)
 
     def costs(spent: Mapping[str, Mapping[str, float]], low_us: float, float_us: float) -> LatencyCosts:
@@ -163,7 +172,7 @@ def time_groups_of(
         return latency_costs_from_layers(plan, hosts, spent["low"], spent["plain"], where=where, **totals)
 
     def take() -> dict[str, Any]:
-        latency = timing.latencies({"low": low.engine, "plain": plain.engine})
+        latency = known_us or timing.latencies({"low": low.engine, "plain": plain.engine})
         spent = timing.of_places(
             {"low": low, "plain": plain},
             sorted(set(hosts.values())),
@@ -265,6 +274,7 @@ class GroupTimer:
         opset: the ONNX opset; None for the target's.
         axes: the dynamic axes of the inputs; None: derived from the example.
         say: prints a line.
+        known_us: latencies of the engines ``low`` and ``plain`` in microseconds, if only the times of layers matter.
     """
 
     model: nn.Module
@@ -276,6 +286,7 @@ class GroupTimer:
     opset: int | None = None
     axes: DataSizes | None = None
     say: Callable[[str], None] = lambda words: None
+    known_us: Mapping[str, float] | None = None
 
     def latency_costs(
         self, quantizer: Quantizer, quantized: nn.Module, low: EngineFiles, plain: EngineFiles
@@ -285,7 +296,7 @@ class GroupTimer:
         Gains of single groups do not add up exactly. So an engine with the slower groups in float is also built and
         timed. If it is not faster, or if the expected gain is too small to try, no group counts as slower.
         """
-        latency_costs = time_groups_of(quantizer.plan, quantized, low, plain, self.timing, self.times)
+        latency_costs = time_groups_of(quantizer.plan, quantized, low, plain, self.timing, self.times, self.known_us)
         if latency_costs is None or not latency_costs.slower():
             return latency_costs
         number = len(latency_costs.slower())

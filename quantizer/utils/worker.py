@@ -1,7 +1,7 @@
 """A child process that carries out requests which may crash or hang, and stays for the next one.
 
 Imports of the libraries take longer than many a request, so the process stays. After a crash or a timeout, the next
-request starts a new one. Requests and replies are lines of JSON.
+request starts a new one. Requests and replies are lines of JSON. A request may begin early, and its reply wait.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
         self._errors: IO[bytes] | None = None
+        self._begun: dict[str, Any] = {}
+        self._replies: dict[str, Any] = {}
+        self._received = b""
 
     def tell(self, request: Any) -> None:
         """Send a request that has no reply, such as an import; return at once.
@@ -49,41 +52,75 @@ class Worker:
         """
         self._send({"request": request, "replies": False})
 
-    def ask(self, request: Any, *, doing: str, timeout_s: float) -> Any:
-        """Send a request, and return its reply.
+    def begin(self, name: str, request: Any) -> None:
+        """Send a request whose reply a later ``ask`` with the same name returns; return at once.
+
+        The process carries out requests in the order of their arrival. If it cannot start, ``ask`` says so.
+        """
+        with suppress(OSError):
+            self._send({"request": request, "replies": True})
+        self._begun[name] = request
+
+    def ask(self, name: str, request: Any, *, doing: str, timeout_s: float) -> Any:
+        """Send a request, unless ``begin`` has sent it, and return its reply.
 
         Args:
+            name: identifies the request.
             request: a value for JSON.
-            doing: the name of the request in messages.
+            doing: the request in words, for messages.
             timeout_s: time limit in seconds.
 
         Raises:
             EngineError: the request failed, took too long, or crashed the process.
         """
+        if name not in self._begun and name not in self._replies:
+            self.begin(name, request)
+        while name not in self._replies:
+            self._receive(timeout_s)
+        answer = self._replies.pop(name)
+        if "error" in answer:
+            raise EngineError(f"{doing} {answer['error']}")
+        return answer["result"]
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the replies to all requests, for example before a measurement of times."""
+        while self._begun:
+            self._receive(timeout_s)
+
+    def _receive(self, timeout_s: float) -> None:
+        """Wait for the reply to the oldest request; after a crash or a timeout, send the later ones again."""
+        name = next(iter(self._begun))
         try:
-            process = self._send({"request": request, "replies": True})
-            reply = _line(process, timeout_s)
-        except TimeoutError as error:
-            self.close()
-            raise EngineError(f"{doing} took more than {timeout_s:g} s") from error
+            if (process := self._process) is None:
+                process = self._send({"request": self._begun[name], "replies": True})
+            reply = self._line(process, timeout_s)
+            answer = json.loads(reply) if reply else {"error": self._end(process)}
+        except TimeoutError:
+            answer = {"error": f"took more than {timeout_s:g} s"}
+            self._stop()
         except OSError as error:
-            self.close()
-            raise EngineError(f"{doing} failed: its process cannot start ({error.strerror or error})") from error
+            answer = {"error": f"failed: its process cannot start ({error.strerror or error})"}
+            self._stop()
         except BaseException:
             # After an interrupt the process may be in the middle of a request.
             self.close()
             raise
-        if not reply:
-            raise EngineError(f"{doing} {self._end(process)}")
-        answer = json.loads(reply)
-        if "error" in answer:
-            raise EngineError(f"{doing} failed: {answer['error']}")
-        return answer["result"]
+        del self._begun[name]
+        self._replies[name] = answer
+        if self._process is None:
+            later, self._begun = self._begun, {}
+            for name, request in later.items():
+                self.begin(name, request)
 
     def close(self) -> None:
-        """End the process, whatever it does; do nothing without one."""
+        """End the process, whatever it does, and forget all requests; do nothing without a process."""
+        self._stop()
+        self._begun, self._replies = {}, {}
+
+    def _stop(self) -> None:
         process, self._process = self._process, None
         errors, self._errors = self._errors, None
+        self._received = b""
         if process is not None:
             process.kill()
             process.wait()
@@ -105,8 +142,10 @@ class Worker:
         """Send a line to the process, and return the process; start one if there is none for this environment."""
         process, variables = self._process, child_environment()
         environment = {name: value for name, value in variables.items() if name not in _OF_TORCH}
-        if process is None or process.poll() is not None or environment != self._environment:
-            self.close()
+        # While replies are due, ``_receive`` notices that the process has ended, and names the request that ended it.
+        is_due = process is not None and self._begun
+        if process is None or not (is_due or (process.poll() is None and environment == self._environment)):
+            self._stop()
             # Closed with the process. A pipe that nobody reads could fill up.
             self._environment, self._errors = environment, tempfile.TemporaryFile()  # noqa: SIM115
             process = self._process = subprocess.Popen(
@@ -129,25 +168,25 @@ class Worker:
         assert self._errors is not None
         self._errors.seek(0)
         printed = self._errors.read().decode(errors="replace").strip().splitlines()
-        self.close()
+        self._stop()
         if code < 0:
             return f"crashed: {signal.strsignal(-code)} (signal {-code})"
         return f"failed: {printed[-1] if printed else f'exit status {code}'}"
 
-
-def _line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
-    """Return the next line of a process; empty at its end. Raise ``TimeoutError`` if it takes too long."""
-    assert process.stdout is not None
-    descriptor, deadline, received = process.stdout.fileno(), time.monotonic() + timeout_s, b""
-    while not received.endswith(b"\n"):
-        ready, _, _ = select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))
-        if not ready:
-            raise TimeoutError
-        chunk = os.read(descriptor, _CHUNK)
-        if not chunk:
-            return b""
-        received += chunk
-    return received
+    def _line(self, process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
+        """Return the next line of a process; empty at its end. Raise ``TimeoutError`` if it takes too long."""
+        assert process.stdout is not None
+        descriptor, deadline = process.stdout.fileno(), time.monotonic() + timeout_s
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise TimeoutError
+            chunk = os.read(descriptor, _CHUNK)
+            if not chunk:
+                return b""
+            self._received += chunk
+        line, _, self._received = self._received.partition(b"\n")
+        return line
 
 
 def serve(carry_out: Callable[[Any], Any], failures: tuple[type[BaseException], ...]) -> None:
@@ -165,7 +204,7 @@ def serve(carry_out: Callable[[Any], Any], failures: tuple[type[BaseException], 
             try:
                 answer = {"result": carry_out(message["request"])}
             except failures as error:
-                answer = {"error": " ".join(str(error).split())}
+                answer = {"error": f"failed: {' '.join(str(error).split())}"}
             if message["replies"]:
                 replies.write(f"{json.dumps(answer)}\n")
                 replies.flush()

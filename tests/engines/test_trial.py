@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quantizer.engines import BuildOptions, InputSizes, backends
-from quantizer.engines.measure import tried_build
+from quantizer.engines.measure import begin_build, finish_trials, trial_process, tried_build
 from quantizer.errors import EngineError
 from quantizer.plan.targets import profiles
 
@@ -79,6 +79,25 @@ def test_it_crashes(qdq: Any, tmp_path: Path) -> None:
 def test_it_hangs(qdq: Any, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"model\.engine for hanging .* took more than 3 s"):
         tried_build("hanging", qdq.path, tmp_path / "model.engine", BuildOptions(), timeout_s=3.0)
+
+
+@pytest.mark.usefixtures("outside")
+def test_builds_that_began_early(qdq: Any, tmp_path: Path) -> None:
+    """Each is built once, and one that crashes fails alone."""
+    pytest.importorskip("onnxruntime")
+    paths = {name: tmp_path / f"{name}.engine" for name in ("openvino", "crashing", "onnxruntime")}
+    with trial_process():
+        for name, path in paths.items():
+            begin_build(name, qdq.path, path, BuildOptions())
+        finish_trials()
+        written = {name: paths[name].stat().st_mtime_ns for name in ("openvino", "onnxruntime")}
+        for name in written:
+            assert tried_build(name, qdq.path, paths[name], BuildOptions()).path.stat().st_mtime_ns == written[name]
+        with pytest.raises(EngineError, match=r"crashing\.engine for crashing .* crashed: Aborted \(signal 6\)"):
+            tried_build("crashing", qdq.path, paths["crashing"], BuildOptions())
+        # Other options are another build.
+        tried_build("openvino", qdq.path, paths["openvino"], BuildOptions(), threads=2)
+        assert paths["openvino"].stat().st_mtime_ns > written["openvino"]
 
 
 def test_what_cannot_be_built(tmp_path: Path) -> None:

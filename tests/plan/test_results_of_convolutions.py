@@ -152,6 +152,60 @@ def test_a_result_of_two_convolutions_goes_back_with_one_of_them() -> None:
     assert left["forward.cat_0.output"].reason == "it is not the output of a quantized convolution"
 
 
+class _Written(nn.Module):
+    """A result that an operation overwrites before another convolution reads it."""
+
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.a, self.b, self.write = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        self.write(y)
+        return self.b(y)
+
+
+_WRITES: dict[str, Callable[[Tensor], object]] = {
+    "scale": lambda y: y.mul_(0.1),
+    "part": lambda y: y[:, :8].mul_(8),
+    "view": lambda y: y.flatten(2).mul_(8),
+    "out": lambda y: torch.mul(y, 3, out=y),
+    "copy": lambda y: y.copy_(y * 3),
+}
+
+
+@pytest.mark.parametrize("name", _WRITES)
+def test_a_result_has_the_range_it_has_before_it_is_overwritten(name: str) -> None:
+    torch.manual_seed(0)
+    model, data = _Written(_WRITES[name]), [torch.randn(32, 16, 4, 4)]
+    q = Quantizer(backend="onnxruntime", preset="plain", activations={"calibrator": "max"})
+    q.calibrate(model, data, progress=False)
+    with torch.no_grad():
+        result = model.a(data[0])
+        before = float(result.abs().max())
+        model.write(result)
+    found = {path: entry.operands[0].amax for path, entry in q.plan.items() if entry.quantized}
+    assert float(found["a._conv_forward.conv2d_1.output"]) == pytest.approx(before)
+    assert float(found["b._conv_forward.conv2d_1"]) == pytest.approx(float(result.abs().max()))
+
+
+def test_an_overwritten_result_leaves_calls_their_own_ranges() -> None:
+    class Levels(_Written):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x).mul_(0.5)
+            return sum((torch.tanh(self.b(level)) for level in (x, x * 3, x / 3)), start=x)
+
+    torch.manual_seed(0)
+    model, data = Levels(torch.relu_), [torch.randn(32, 16, 4, 4)]
+    q, own = (Quantizer(backend=backend, preset="plain") for backend in ("onnxruntime", "tensorrt"))
+    for each in (q, own):
+        each.calibrate(model, data, progress=False)
+    path = "b._conv_forward.conv2d_1"
+    calls = own.plan[path].operands[0].calls
+    assert len(calls) == 3
+    assert q.for_backend("tensorrt").plan[path].operands[0].calls == calls
+
+
 def test_a_saved_plan_and_other_targets(calibrated: tuple[nn.Module, Quantizer, list[Tensor]], tmp_path: Path) -> None:
     model, q, data = calibrated
     q.save(tmp_path / "saved")

@@ -86,7 +86,8 @@ from quantizer.pipeline.time_groups import Timing
 
 def fix(setattr):
     setattr(Timing, "latencies", lambda _, paths: dict.fromkeys(paths, 40.0))
-    setattr(Timing, "of_places", lambda _, engines, places, *more: {e: dict.fromkeys(places, 10.0) for e in engines})
+    of_places = lambda _, engines, places, *more: {one: dict.fromkeys(places, 10.0) for one in engines}
+    setattr(Timing, "of_places", of_places)
 """
 REPOSITORY = Path(__file__).parents[2]
 BATCHES = 40

@@ -34,6 +34,7 @@ from quantizer.engines.engine_file import read_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
 from quantizer.pipeline import load
+from quantizer.pipeline.time_groups import Timing
 from quantizer.report import read_record
 from quantizer.report.record import Candidate
 
@@ -89,6 +90,10 @@ def test_the_run_goes_on_with_the_fastest(
     timed = next(one for one in record.outputs if f"{one.batch} x {one.sequence}" == record.choice.shapes[0])
     assert chosen.sqnr_db == pytest.approx(timed.sqnr_db)
     assert chosen.sqnr_db > min(one.sqnr_db for one in record.outputs if one.sqnr_db is not None)
+    # The latencies of the report are those of the choice.
+    assert record.latency is not None
+    shown = {entry.name: entry.median_ms for entry in record.latency.engines}
+    assert shown == {"engine": 2000, "float": 4000, f"{ONNXRUNTIME} float32": 5000}
     # The chosen engine was scored once, as the rows of the choice.
     assert [stage.name for stage in record.stages].count("score the float") == 1
     assert "score the engine" not in [stage.name for stage in record.stages]
@@ -127,6 +132,26 @@ def test_float_wins_and_is_named_in_the_end(
     assert "Deploy float.engine; the quantized" in (at / "done" / "report.html").read_text()
     assert (at / "done" / "float.engine").exists()
     assert (at / "done" / "model.engine").exists()
+
+
+@pytest.mark.parametrize(("goal", "measured"), [("both", 0), ("latency", 1)])
+def test_latency_costs_reuse_the_times_of_the_choice(
+    goal: str, measured: int, at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those of the usual size, which the times of layers have too."""
+    calls: list[object] = []
+
+    def latencies(timing: Timing, paths: Mapping[str, Path]) -> dict[str, float]:
+        calls.append(paths)
+        return dict.fromkeys(paths, 50.0)
+
+    monkeypatch.setattr(Timing, "latencies", latencies)
+    _taking(TIMES, monkeypatch)
+    assert main(["run", "tiny.yaml", f"engine.optimize_for={goal}"]) == 0
+    costs = read_record(at / "done" / "report.json").latency_fallback
+    assert costs is not None
+    assert len(calls) == measured
+    assert (costs.low_ms, costs.float_ms) == ((0.05, 0.05) if measured else (2000, 5000))
 
 
 def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,10 +265,11 @@ def test_engines_are_compared_at_the_sizes_of_the_goal(
         assert record.choice.candidates[0].name == f"{chosen} int8"
 
 
-@pytest.mark.parametrize(("second", "again"), [(1.25, [{"a int8", "b int8"}]), (1.35, [])])
+@pytest.mark.parametrize(("second", "again"), [(1.25, {"a int8", "b int8"}), (1.35, {"a int8"})])
 def test_slow_candidates_are_timed_in_few_rounds(
-    second: float, again: list[set[str]], monkeypatch: pytest.MonkeyPatch
+    second: float, again: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All rounds are for those that may win, and for the float engine that is delivered beside."""
     times = {"a float32": 2.0, "b float32": 3.0, "a int8": 1.0, "b int8": second, "c int8": 1.4}
     asked: list[tuple[int, set[str]]] = []
 
@@ -260,7 +286,7 @@ def test_slow_candidates_are_timed_in_few_rounds(
     graphs: Any = SimpleNamespace(timed=lambda _: torch.nn.Identity())
     shapes = pick._time(correct, [], [{"x": torch.zeros(4, 3)}], 1, graphs)
     assert shapes == ["batch 4"]
-    assert asked == [(3, {*times}), *((11, names) for names in again)]
+    assert asked == [(3, {*times}), (11, {*again, "a float32"})]
     assert {name: entry.candidate.milliseconds for name, entry in correct.items()} == {
         name: (time,) for name, time in times.items()
     }

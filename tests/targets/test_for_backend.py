@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,60 @@ def test_ranges_that_need_the_model_are_chosen_for_each_target(model: nn.Module,
     other = first.for_backend("tensorrt")
     assert_same_plan(other.plan, _calibrated("tensorrt", model, activations=activations).plan)
     assert_same_plan(first.plan, before)
+
+
+class _Results(nn.Module):
+    """Two convolutions with results that other operations read."""
+
+    def __init__(self, compute: Callable[[nn.Module, nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.compute = nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 1), compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self.a, self.b, x)
+
+
+def _later_first(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    first, second = a(x), a(x * 5)
+    return b(second) + b(first) * 2
+
+
+def _with_relu(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    x = a(x)
+    return x + b(torch.relu(x))
+
+
+def _levels(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    x = a(x)
+    return sum((torch.tanh(b(level)) for level in (x, x * 3, x / 3)), start=torch.relu(x))
+
+
+def _sums(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    x = a(x)
+    for _ in range(3):
+        x = x + b(x)
+    return b(x)
+
+
+_COMPUTATIONS: dict[str, Callable[[nn.Module, nn.Module, Tensor], Tensor]] = {
+    "chain": lambda a, _, x: a(a(a(x))) * 2,
+    "a result read elsewhere": lambda a, b, x: b(a(x)) + a(x * 5) * 2,
+    "a later result first": _later_first,
+    "a result and its relu": _with_relu,
+    "levels": _levels,
+    "sums": _sums,
+}
+
+
+@pytest.mark.parametrize("backend", ["openvino", "tensorrt"])
+@pytest.mark.parametrize("name", _COMPUTATIONS)
+def test_results_of_convolutions_leave_nothing_in_the_ranges_of_other_targets(name: str, backend: str) -> None:
+    torch.manual_seed(0)
+    model, data = _Results(_COMPUTATIONS[name]), [torch.randn(8, 32, 4, 4) for _ in range(2)]
+    first, own = (Quantizer(backend=each, preset="plain") for each in ("onnxruntime", backend))
+    for quantizer in (first, own):
+        quantizer.calibrate(model, data, progress=False)
+    assert_same_plan(first.for_backend(backend).plan, own.plan)
 
 
 @pytest.mark.parametrize("backend", profiles.names())

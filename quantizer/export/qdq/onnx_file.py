@@ -30,9 +30,9 @@ _LARGE = 1 << 16
 _MODEL_FIELDS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 14, 20, 25, 26})
 """Fields of ModelProto: messages, strings and numbers."""
 _GRAPH = 7  # of ModelProto
-_INPUT, _INITIALIZER = 11, 5  # of GraphProto
+_INPUT, _OUTPUT, _INITIALIZER = 11, 12, 5  # of GraphProto
 _RAW_DATA, _NAME, _LOCATION = 9, 8, 14  # of TensorProto
-_INPUT_NAME, _DIMENSIONS, _DIMENSION_NAME = 1, (2, 1, 2, 1), 2
+_VALUE_NAME, _DIMENSIONS, _DIMENSION_NAME = 1, (2, 1, 2, 1), 2
 """Of ValueInfoProto: name; path of type, tensor, shape and dimensions; name of a dimension."""
 _VARINT, _EIGHT_BYTES, _WITH_LENGTH, _FOUR_BYTES = 0, 1, 2, 5
 
@@ -116,11 +116,18 @@ def input_dimensions(path: Path) -> dict[str, tuple[str, ...]]:
     with _bytes_of(path) as data:
         model = _Field(0, _WITH_LENGTH, 0, 0, len(data))
         return {
-            _text(data, graph_input, _INPUT_NAME): tuple(
+            _text(data, graph_input, _VALUE_NAME): tuple(
                 _text(data, axis, _DIMENSION_NAME) for axis in _below(data, graph_input, *_DIMENSIONS)
             )
             for graph_input in _below(data, model, _GRAPH, _INPUT)
         }
+
+
+def output_names(path: Path) -> tuple[str, ...]:
+    """Return the names of the outputs of an ONNX file."""
+    with _bytes_of(path) as data:
+        outputs = _below(data, _Field(0, _WITH_LENGTH, 0, 0, len(data)), _GRAPH, _OUTPUT)
+        return tuple(_text(data, output, _VALUE_NAME) for output in outputs)
 
 
 def read_graph(path: Path, mend: Callable[[Any], None] | None = None) -> Any:
