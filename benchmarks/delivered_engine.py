@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -181,13 +180,12 @@ def _work() -> None:
 @contextmanager
 def neighbor(busy: bool) -> Iterator[None]:
     """Keep one core busy in the block."""
-    process = multiprocessing.get_context("spawn").Process(target=_work, daemon=True)
-    if busy:
-        process.start()
+    words = [sys.executable, __file__, "work"]
+    process = subprocess.Popen(words) if busy else None
     try:
         yield
     finally:
-        if busy:
+        if process is not None:
             process.kill()
 
 
@@ -199,6 +197,8 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["speed"])
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    if given.what == ["work"]:
+        _work()
     if given.what == ["decide"]:
         decide(given.threads)
         return

@@ -627,7 +627,7 @@ class Quantizer:
 
     @property
     def passes(self) -> float:
-        """How often all calibration data ran through the model: once for the statistics, then for the plan.
+        """Number of passes of all calibration data through the model: one for the statistics, the others for the plan.
 
         A plan of stored choices, or of another backend's equal ones, needs no more passes. 0 without a calibration.
         """

@@ -53,10 +53,9 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="forks, and sends POSIX signals")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("cases", "kills", "kinds"),
-    [(20, 2, SOME), pytest.param(300, 12, [*SOME, *MORE], marks=pytest.mark.nightly)],
-    ids=["seconds", "minute"],
+    ("cases", "kills", "kinds"), [(20, 2, SOME), (300, 12, [*SOME, *MORE])], ids=["seconds", "minute"]
 )
 def test_a_part_of_it(tmp_path: Path, cases: int, kills: int, kinds: list[str]) -> None:
     """Of each sort of file that is read quickly, and kills and full disks while one is saved."""

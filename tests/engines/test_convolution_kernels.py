@@ -26,7 +26,7 @@ _EAGER = BuildOptions(compiled=False)
 _SIZES = {1: (20,), 2: (9, 9), 3: (5, 6, 6)}
 _INSTALLED = [name for name in ("onnxruntime", "openvino", "torch") if importlib.util.find_spec(name)]
 _ALWAYS = {("onnxruntime", "Conv", 3, 1, 1), ("openvino", "ConvTranspose", 2, 1, 1)}
-_ALWAYS |= {("onnxruntime", "ConvTranspose", 2, 1, 1), ("onnxruntime", "Conv", 1, 4, 2), ("torch", "Conv", 2, 1, 1)}
+_ALWAYS |= {("onnxruntime", "ConvTranspose", 2, 1, 1), ("onnxruntime", "Conv", 1, 4, 2)}
 
 
 def _cases() -> list[object]:

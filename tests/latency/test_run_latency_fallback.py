@@ -123,6 +123,7 @@ def test_a_trial_is_built_for_the_chosen_backend(monkeypatch: pytest.MonkeyPatch
     assert context.timer.build.call_args.args == ("torch", Path("a.onnx"), Path("a.engine"))
 
 
+@pytest.mark.nightly
 def test_a_speed_that_is_reached_at_the_second_engine(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
 
@@ -143,6 +144,7 @@ def test_a_speed_that_is_reached_at_the_second_engine(asked: dict[str, Any], mon
     assert len(record.latency_fallback.frontier) == len(record.latency_fallback.groups) + 1
 
 
+@pytest.mark.nightly
 def test_a_speed_that_no_plan_reaches(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +157,7 @@ def test_a_speed_that_no_plan_reaches(
     assert [check.groups for check in record.latency_fallback.checks] == [0]
 
 
+@pytest.mark.nightly
 def test_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = tiny_run(tmp_path)

@@ -100,6 +100,7 @@ def test_engines_take_recordings_of_any_length(place: Path, monkeypatch: pytest.
             assert served([place / "one.wav"])["logits"].shape == (1, len(CLASSES))
 
 
+@pytest.mark.nightly
 def test_lengths_of_benchmarks_are_those_of_the_data(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
     words = ["--quantization", "--calibration", str(place / "tones"), "--seconds", "1", "--backend", "onnxruntime"]

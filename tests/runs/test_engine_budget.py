@@ -69,6 +69,7 @@ def done(*words: str) -> FallbackRecord:
     return fallback
 
 
+@pytest.mark.nightly
 def test_the_search_goes_on_with_what_the_engine_loses_more(
     rows: list[Example], drops: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_wrong_float_engine_is_not_delivered(monkeypatch: pytest.MonkeyPatch, 
         quantizer.load(folder, float_engine=True)
 
 
+@pytest.mark.nightly
 def test_a_run_keeps_what_tells_the_cause_of_a_refused_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,6 +163,7 @@ def test_inspect(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
 # -- other configurations ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_overrides_and_another_folder(at: Path) -> None:
     words = ["quantizer.activations.calibrator=max", "report.formats=[json]", "~fallback", "amp.batches=2"]
     assert main(["run", "tiny.yaml", *words, "--output", "deep/er/out"]) == 0
@@ -174,6 +175,7 @@ def test_overrides_and_another_folder(at: Path) -> None:
     assert main(["show", "deep/er/out"]) == 0
 
 
+@pytest.mark.nightly
 def test_a_tracker_gets_the_run_and_one_that_fails_does_not_end_it(
     at: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +258,7 @@ def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.Capture
     assert " ".join(capsys.readouterr().out.split()).count("not verified: an engine of tensorrt-rtx") == 3
 
 
+@pytest.mark.nightly
 def test_a_bf16_rest_is_built_scored_and_seen(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", "tiny.yaml", "engine.inference_precision=bfloat16", "deliver=[processor]", "--output", "out"]
     if main(words) != 0:
@@ -272,6 +275,7 @@ def test_a_bf16_rest_is_built_scored_and_seen(at: Path, capsys: pytest.CaptureFi
     assert "BF16" in capsys.readouterr().out.rpartition("model.engine")[2]
 
 
+@pytest.mark.nightly
 def test_an_engine_that_lacks_the_precision_gets_a_verdict(
     at: Path, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,6 +351,7 @@ def test_an_error_leaves_nothing(
     assert _left(at) == ["tiny.yaml"]
 
 
+@pytest.mark.nightly
 def test_only_what_a_run_wrote_is_replaced_and_only_in_the_end(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,7 +134,7 @@ def test_float_wins_and_is_named_in_the_end(
     assert (at / "done" / "model.engine").exists()
 
 
-@pytest.mark.parametrize(("goal", "measured"), [("both", 0), ("latency", 1)])
+@pytest.mark.parametrize(("goal", "measured"), [("both", 0), pytest.param("latency", 1, marks=pytest.mark.nightly)])
 def test_latency_costs_reuse_the_times_of_the_choice(
     goal: str, measured: int, at: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +171,7 @@ def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert not (at / "done").exists()
 
 
+@pytest.mark.nightly
 def test_a_stopped_choice_goes_on(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,6 +328,7 @@ def test_nothing_is_installed(at: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert not (at / "done").exists()
 
 
+@pytest.mark.nightly
 def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _taking(
         {f"{ONNXRUNTIME} float32": 3.0, f"{ONNXRUNTIME} int8": 2.0, f"{ONNXRUNTIME} int8 dynamic": 1.0}, monkeypatch

@@ -100,6 +100,7 @@ def _same_files(one: Path, other: Path) -> None:
     assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
 
 
+@pytest.mark.nightly
 def test_two_processes_give_the_run_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _write(_files(tmp_path), _with_port(tmp_path))
     run_ranks(_run, tmp_path)

@@ -217,6 +217,7 @@ def test_a_process_gets_the_same_configuration(file: Path) -> None:
     compare(config, config_of(json.loads(json.dumps(plain_config(config)))))
 
 
+@pytest.mark.nightly
 def test_in_several_processes(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = "quantizer.exclude.names=[classifier],[nothing.like.it]"
     assert main(["run", "tiny.yaml", values, "--output", "swept", "--jobs", "2"]) == 1
