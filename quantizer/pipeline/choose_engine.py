@@ -24,6 +24,7 @@ from quantizer.pipeline.compare_outputs import OutputCheck, References, check_en
 from quantizer.pipeline.context import RunContext, Runnable, as_predictor
 from quantizer.pipeline.fastest_engine import (
     FAILURES,
+    NEVER_FASTER,
     NO_FASTER,
     Calibrated,
     RoughTrials,
@@ -51,10 +52,11 @@ from quantizer.pipeline.run_engines import (
 )
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.pipeline.workload import Workload
-from quantizer.plan.targets import AUTO
+from quantizer.plan.targets import AUTO, profile
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import Candidate, EngineChoice
 from quantizer.tasks import Batch, batch_shape
+from quantizer.utils.cpu import has_vnni
 from quantizer.utils.files import NO_STORE
 from quantizer.utils.progress import counted
 
@@ -157,7 +159,9 @@ def pick_backend(
     variants = variants_of(config, candidates)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
         batches = batches_of_shapes(context, compared_shapes(config), samples)
-        maker = _CandidateBuilder(work, config, calibrated, batches, samples, Path(scratch), variants)
+        maker = _CandidateBuilder(
+            work, config, calibrated, batches, samples, Path(scratch), variants, named=bool(candidates)
+        )
         correct, rejected = maker.all()
         shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs)
         choice = choose([*(entry.candidate for entry in correct.values()), *rejected], shapes, missing)
@@ -265,8 +269,11 @@ class _CandidateBuilder:
         samples: Sequence[Any],
         folder: Path,
         variants: Sequence[Variant],
+        *,
+        named: bool,
     ) -> None:
         self.quantizers = dict(calibrated)
+        self._named_by_user = named
         self._variants = variants
         self._begun: set[str] = set()
         self._context = work.context
@@ -297,11 +304,11 @@ class _CandidateBuilder:
                 if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in correct:
                     rejected.append(not_built(candidate, NO_FASTER))
                     continue
-                over = variant.backend not in begun and self._is_over(start - began, correct)
-                if not over:
+                why = None if variant.backend in begun else self._not_begun(variant.backend, start - began, correct)
+                if why is None:
                     begun.add(variant.backend)
                 try:
-                    why = self._budget_words() if over else self._too_slow(variant, correct)
+                    why = why or self._too_slow(variant, correct)
                     if why is None:
                         correct[variant.name] = self._tried(variant, candidate)
                         candidate = correct[variant.name].candidate
@@ -325,14 +332,18 @@ class _CandidateBuilder:
         ]
         return replace(choice, candidates=tuple(candidates))
 
-    def _is_over(self, seconds: float, correct: Mapping[str, _Checked]) -> bool:
-        """Return whether no other backend begins: if the time is over, and an engine of the right format exists."""
+    def _not_begun(self, backend: str, seconds: float, correct: Mapping[str, _Checked]) -> str | None:
+        """Return why a backend is not tried, if an engine of the right format exists; None if it is tried."""
         budget, quantize = self._config.engine.time_budget, self._config.quantize
-        exists = any((entry.variant.dtype is not None) == quantize for entry in correct.values())
-        return exists and budget is not None and seconds > budget
+        if not any((entry.variant.dtype is not None) == quantize for entry in correct.values()):
+            return None
+        if self._is_never_faster(backend):
+            return NEVER_FASTER
+        is_over = budget is not None and seconds > budget
+        return f"the time budget of {budget:g} s was over" if is_over else None
 
-    def _budget_words(self) -> str:
-        return f"the time budget of {self._config.engine.time_budget:g} s was over"
+    def _is_never_faster(self, backend: str) -> bool:
+        return has_vnni() and profile(backend).library == "torch" and not self._named_by_user
 
     def _difference(self, entry: _Checked) -> float | None:
         # The samples of a function are unknown, so its score cannot be cached.
@@ -386,6 +397,8 @@ class _CandidateBuilder:
         plain = [variant for variant in self._variants if variant.dtype is None]
         names = list(dict.fromkeys(variant.backend for variant in plain))
         for following in names[names.index(backend) + 1 :][:1] if backend in names else ():
+            if self._is_never_faster(following):
+                continue
             self._begin(plain[0], following, self._exported(plain[0])[1])
 
     def _place(self, variant: Variant, graph: str) -> Path:

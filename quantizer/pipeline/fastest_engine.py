@@ -51,6 +51,12 @@ NO_FASTER = "no faster than int8"
 It loses less accuracy, which counts under a budget, but is at most 3% faster than the engine with static ranges.
 """
 
+NEVER_FASTER = "with VNNI, it was slower in all our benchmarks; name it to compare it"
+"""The reason why torch is not tried on a CPU with VNNI beside a correct engine of another backend.
+
+See benchmarks/results/cpu-speed.md: it takes 1.3 times the time of the fastest engine or more.
+"""
+
 SLOW = 1.3
 """Slowdown from which a candidate is not timed at further sizes."""
 

@@ -514,6 +514,23 @@ def test_a_conversion_delivers_float_where_it_is_faster(at: Path, monkeypatch: p
         load.load_converted(folder)
 
 
+@pytest.mark.parametrize(
+    ("vnni", "named", "chosen"), [(True, False, ONNXRUNTIME), (True, True, TORCH), (False, False, TORCH)]
+)
+def test_where_torch_was_never_faster_it_is_tried_if_it_is_named(
+    vnni: bool, named: bool, chosen: str, at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pick, "has_vnni", lambda: vnni)
+    _taking({f"{ONNXRUNTIME} float32": 3.0, f"{ONNXRUNTIME} int8": 2.0, f"{TORCH} int8": 1.0}, monkeypatch)
+    settings = [f"quantizer.candidates=[{ONNXRUNTIME},{TORCH}]"] if named else []
+    assert main(["run", "tiny.yaml", *settings]) == 0
+    verdicts = {one.name: one.verdict for one in read_record(at / "done" / "report.json").choice.candidates}
+    assert verdicts[f"{chosen} int8"] == "chosen"
+    if chosen != TORCH:
+        why = "with VNNI, it was slower in all our benchmarks; name it to compare it"
+        assert verdicts[f"{TORCH} int8"] == f"not built: {why}"
+
+
 @pytest.mark.nightly
 def test_torch_competes_on_its_eager_road(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roads: dict[str, bool | None] = {}
