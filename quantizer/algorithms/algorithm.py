@@ -148,7 +148,7 @@ class Work:
             profile=settings.target,
             weights=proxy.weights,
         )
-        error = OutputError(proxy, None if observed.kept is None else observed.kept.known.errors)
+        error = OutputError(proxy, None if observed.kept is None else observed.kept.known)
         return cls(proxy=proxy, observed=observed, error=error, planned=planned)
 
     @property

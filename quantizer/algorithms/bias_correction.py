@@ -150,7 +150,7 @@ class BiasCorrection:
 
     def _float_pass(self, name: Hashable, batch: Batch, plan: Plan) -> _FloatPass:
         if name not in self._in_float:
-            self._in_float[name] = _FloatPass(self._proxy, batch, plan)
+            self._in_float[name] = _FloatPass(self._proxy, self._error.quick(batch), plan)
         return self._in_float[name]
 
     def _alone(self, plan: Plan, sites: Sequence[Site], batch: Batch, errors: _Errors) -> _Errors:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quantizer.observe.replay_batches import Batch, ReplayBatches
+from quantizer.observe.replay_batches import Batch, Known, ReplayBatches
 from quantizer.observe.statistics import flat_output, floats, is_no_mask, padding_mask, without_padding
 from quantizer.plan.apply import apply_plan, float_weights, switch_on
 from quantizer.plan.site_plan import Plan, plan_digest
@@ -321,15 +321,25 @@ class OutputError:
     A plan of another backend may be the same; its error is reused if the float output has the same bits.
     """
 
-    def __init__(self, proxy: Proxied, known: dict[tuple[str, Hashable, str], float] | None = None) -> None:
+    def __init__(self, proxy: Proxied, known: Known | None = None) -> None:
         """
         Args:
             proxy: the calibrated proxy, its sites inactive and unobserved.
-            known: cached errors by plan, batch and float output, to which new ones are added; None: none."""
+            known: cached results, to which new ones are added; None: none."""
         self._proxy = proxy
         self._expected: dict[Hashable, Tensor] = {}
         self._digests: dict[Hashable, str] = {}
-        self._known = {} if known is None else known
+        known = Known() if known is None else known
+        self._known, self._takes = known.errors, known.takes
+
+    def quick(self, batch: Batch) -> Batch:
+        """Return a batch with channels last, if the model takes it; its convolutions are then 1.2 to 3 times as fast.
+
+        Code that views activations in another shape does not take it.
+        """
+        if not self._takes:
+            self._takes.append(_takes_channels_last(self._proxy, batch))
+        return _channels_last(batch) if self._takes[0] else batch
 
     def of(self, plan: Plan, batches: Mapping[Hashable, Batch]) -> float:
         """Return the error of the model quantized by a plan; the proxy is float again afterwards."""
@@ -348,14 +358,15 @@ class OutputError:
         digest = plan_digest(plan)
         with torch.no_grad():
             for name in [name for name in batches if name not in self._expected]:
-                self._expected[name] = _output(self._proxy.module, batches[name])
+                self._expected[name] = _output(self._proxy.module, self.quick(batches[name]))
                 self._digests[name] = tensors_digest({"output": self._expected[name]})
             keys = {name: (digest, name, self._digests[name]) for name in batches}
             with nullcontext() if self._known.keys() >= {*keys.values()} else self._rounded(plan):
                 for name, batch in batches.items():
                     key = keys[name]
                     if key not in self._known:
-                        self._known[key] = _error(_output(self._proxy.module, batch), self._expected[name])
+                        output = _output(self._proxy.module, self.quick(batch))
+                        self._known[key] = _error(output, self._expected[name])
                     terms.append(self._known[key])
                     if math.fsum(terms) > limit:
                         break
@@ -366,6 +377,40 @@ class OutputError:
         """Apply a plan as ``quantized`` does, with integer kernels where there are any."""
         with quantized(self._proxy, plan), with_kernels(float_weights(self._proxy.module, plan)):
             yield
+
+
+_SAME = 1e-3
+"""Maximum difference of outputs, relative to the largest value, due to the order of float sums."""
+
+
+def _takes_channels_last(proxy: Proxied, batch: Batch) -> bool:
+    """Return whether a model with convolutions computes the same of images with channels last."""
+    if not any(site.operation.name == "conv2d" for site in proxy.sites) or _channels_last(batch) is batch:
+        return False
+    with torch.no_grad():
+        expected = _output(proxy.module, batch)
+        try:
+            found = _output(proxy.module, _channels_last(batch))
+        except RuntimeError:
+            return False
+    same = found.shape == expected.shape and expected.numel() > 0
+    return same and float((found - expected).abs().max()) <= _SAME * float(expected.abs().max())
+
+
+def _channels_last(batch: Batch) -> Batch:
+    """Return a batch with its images [B, C, H, W] in channels last; the batch itself without any."""
+    images = [value for value in (*batch[0], *batch[1].values()) if _is_image(value)]
+    if not images:
+        return batch
+
+    def last(value: Any) -> Any:
+        return value.contiguous(memory_format=torch.channels_last) if _is_image(value) else value
+
+    return tuple(map(last, batch[0])), {name: last(value) for name, value in batch[1].items()}
+
+
+def _is_image(value: Any) -> bool:
+    return type(value) is Tensor and value.dim() == 4 and value.is_floating_point()
 
 
 def other_attention_error(model: nn.Module, proxy: nn.Module, batch: Batch) -> float | None:

@@ -431,3 +431,43 @@ def test_a_zero_point_where_the_target_takes_one_at_no_cost(backend: str, expect
     for options in ({"formats": [{"activations": "int8"}]}, {"activations": {"zero_point": False}}):
         asked = calibrated(model, batches, backend=backend, **options)
         assert {o.dtype for entry in asked.plan.values() for o in entry.operands if entry.quantized} == {"int8"}
+
+
+FORMATS: list[bool] = []
+"""Whether each pass got images with channels last."""
+
+
+class _Image(nn.Module):
+    def __init__(self, views: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.head, self.views = nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3), nn.Linear(8 * 144, 4), views
+
+    def forward(self, x: Tensor) -> Tensor:
+        FORMATS.append(not x.is_contiguous())
+        x = self.b(torch.relu(self.a(x)))
+        return self.head(x.view(len(x), -1) if self.views else x.flatten(1))
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_images_have_channels_last_where_the_model_takes_it(views: bool) -> None:
+    torch.manual_seed(0)
+    model, batches = _Image(views).eval(), [torch.randn(4, 8, 16, 16) for _ in range(4)]
+    q = calibrated(model, batches, backend="openvino")
+    FORMATS.clear()
+    q.quantize(model)
+    # A model that views its activations is tried once.
+    assert sum(FORMATS) == 1 if views else sum(FORMATS) > len(FORMATS) / 2
+    # What the user gave stays as it is.
+    assert all(batch.is_contiguous() for batch in batches)
+
+
+def test_the_plan_does_not_depend_on_the_order_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, batches = _Image(False).eval(), [torch.randn(4, 8, 16, 16) for _ in range(4)]
+    q = calibrated(model, batches, backend="openvino")
+    monkeypatch.setattr(replay, "_takes_channels_last", lambda *_: False)
+    for mine, other in zip(q.plan.values(), calibrated(model, batches, backend="openvino").plan.values(), strict=True):
+        for one, two in zip(mine.operands, other.operands, strict=True):
+            assert torch.equal(torch.as_tensor(one.scale), torch.as_tensor(two.scale))
+        if mine.bias_shift is not None:
+            assert torch.allclose(mine.bias_shift, other.bias_shift, atol=1e-4)
