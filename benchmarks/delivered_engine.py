@@ -108,9 +108,11 @@ def _sqnr(call: Call, model: torch.nn.Module, task: Any) -> float:
     """Return the SQNR in dB on sentences that did not calibrate."""
     found, expected = [], []
     for batch in task.batches(stsb("dev", 64)):
+        # Not of padding.
+        real = batch["attention_mask"].numpy().astype(bool)
         with torch.no_grad():
-            expected.append(_first(model(**batch)).ravel())
-        found.append(_first(call(batch)).ravel())
+            expected.append(_first(model(**batch))[real].ravel())
+        found.append(_first(call(batch))[real].ravel())
     return sqnr_db(np.concatenate(expected), np.concatenate(found))
 
 
@@ -164,7 +166,9 @@ def plans(count: int, threads: int) -> None:
     for _ in range(count):
         command = [sys.executable, __file__, "--threads", str(threads), "decide"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        seen[done.stdout.strip().splitlines()[-1]] += 1
+        decision = done.stdout.strip().splitlines()[-1]
+        print(decision, file=sys.stderr, flush=True)
+        seen[decision] += 1
     print("| calls | engine, groups kept in float |\n|---|---|")
     for decision, times in seen.most_common():
         print(f"| {times} | {decision} |")

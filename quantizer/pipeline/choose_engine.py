@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, inspect_engine, load_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates
-from quantizer.engines.measure import finish_trials, tried_build
+from quantizer.engines.measure import finish_trials, tried_build, undisturbed
 from quantizer.export.qdq.onnx_file import output_names
 from quantizer.pipeline.benchmark import batches_of_shapes, build_options, compared_shapes, run_sizes, times_of
 from quantizer.pipeline.compare_outputs import OutputCheck, References, check_engine, far_from_float, tolerance
@@ -220,7 +219,8 @@ def _time(
         take, call = partial(times_of, batch=batch, threads=threads), partial(_called, batch)
         times, broken = timed(engines, partial(take, rounds=_FEW_ROUNDS, warmup=1), call)
         spent = sum(sum(milliseconds) for milliseconds in times.values()) / 1000
-        measured = [replace(correct[name].candidate, milliseconds=(statistics.median(times[name]),)) for name in times]
+        first = undisturbed(times)
+        measured = [replace(correct[name].candidate, milliseconds=(first[name],)) for name in times]
         fast = {name: engines[name] for name in (times.keys() - slow_ones(measured)) | _delivered_floats(measured)}
         # At a size that takes seconds, few rounds are enough.
         if len(fast) > 1 and spent <= _ENOUGH_S:
@@ -229,10 +229,10 @@ def _time(
             times |= all_rounds
         shapes.append(_shape(batch))
         rejected += [failed(correct.pop(name).candidate, why) for name, why in broken.items()]
+        taken = undisturbed(times)
         for name in times.keys() - broken.keys():
             entry = correct[name]
-            medians = (*entry.candidate.milliseconds, statistics.median(times[name]))
-            candidate = replace(entry.candidate, milliseconds=medians)
+            candidate = replace(entry.candidate, milliseconds=(*entry.candidate.milliseconds, taken[name]))
             correct[name] = replace(entry, candidate=candidate, times=(*entry.times, times[name]))
     return shapes
 

@@ -23,8 +23,9 @@ from torch import nn
 
 from quantizer.algorithms.make_plan import keeps_batches, replays_batches
 from quantizer.config import QuantizerConfig, RunConfig
-from quantizer.engines import Engine, Inspection, interleaved_latency, medians
+from quantizer.engines import Engine, Inspection, interleaved_latency
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
+from quantizer.engines.measure import undisturbed
 from quantizer.errors import EngineError, LostRankError, QuantizerError
 from quantizer.pipeline.context import engine_inputs
 from quantizer.plan.targets import profile
@@ -56,6 +57,9 @@ NEVER_FASTER = "with VNNI, it was slower in all our benchmarks; name it to compa
 
 See benchmarks/results/cpu-speed.md: it takes 1.3 times the time of the fastest engine or more.
 """
+
+_REST_TIE = 1.05
+"""Ratio of latencies below which the other operations of an INT8 engine stay in float32, which is more accurate."""
 
 SLOW = 1.3
 """Slowdown from which a candidate is not timed at further sizes."""
@@ -121,6 +125,9 @@ def _without_noise(ran: list[Candidate], tried: Callable[[Candidate], int]) -> l
 
 
 def _is_tied(best: Candidate, other: Candidate) -> bool:
+    """Return whether noise may decide between two candidates of one format, or between two rests of one INT8 engine."""
+    if other.backend == best.backend and other.format.partition("+")[0] == best.format.partition("+")[0]:
+        return other.times_of(best) < _REST_TIE
     return other.format == best.format and other.times_of(best) < TIE
 
 
@@ -382,7 +389,7 @@ def too_slow(
     engines, latencies = {**rivals, name: engine}, []
     for batch in batches:
         calls = {key: partial(contender, engine_inputs(contender, batch)) for key, contender in engines.items()}
-        latencies.append(medians(interleaved_latency(calls, rounds=_ROUNDS, warmup=_WARMUP, seconds=_SECONDS)))
+        latencies.append(undisturbed(interleaved_latency(calls, rounds=_ROUNDS, warmup=_WARMUP, seconds=_SECONDS)))
     ratios = {key: geometric_mean(times[name] / times[key] for times in latencies) for key in rivals}
     best = max(rivals, key=lambda key: ratios[key])
     if ratios[best] < least:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from quantizer.engines import Inspection, PrecisionShare
+from quantizer.engines.measure import undisturbed
 from quantizer.errors import EngineError
 from quantizer.pipeline import fastest_engine as choose_engine
 from quantizer.pipeline.benchmark import with_deployed
@@ -85,6 +86,18 @@ def test_another_format_is_another_choice() -> None:
     assert choice.candidates[0].name == "a float32"
     assert "no INT8 engine is clearly faster than float" in choice.headline
     assert "a int8 takes 0.98x its time" in choice.headline
+
+
+@pytest.mark.parametrize(("time", "first"), [(9.6, "int8"), (9.4, "int8+bfloat16")])
+def test_a_rest_in_bfloat16_must_gain_5_percent(time: float, first: str) -> None:
+    tried = [_candidate("a", "int8", 10.0), _candidate("a", "int8+bfloat16", time), _candidate("a", "float32", 30.0)]
+    assert choose(tried, ["8 x 128"], ()).candidates[0].format == first
+
+
+def test_some_rounds_with_other_work_decide_nothing() -> None:
+    """Of two engines, one had a busy neighbor in more than half of its rounds."""
+    quiet, busy = [2.0, 2.1, 2.0, 2.2, 2.1, 2.0, 2.1], [1.9, 3.0, 1.8, 2.9, 3.1, 1.9, 2.8]
+    assert undisturbed({"a": quiet, "b": busy, "one": [4.0]}) == {"a": 2.0, "b": 1.9, "one": 4.0}
 
 
 def test_those_that_are_too_slow_are_not_timed_to_the_end() -> None:
