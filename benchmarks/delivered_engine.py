@@ -36,7 +36,7 @@ from quantizer.tasks.metrics import sqnr_db
 
 Call = Callable[[Mapping[str, torch.Tensor]], Any]
 SIZES = ((1, 16), (1, 128), (8, 128), (32, 128))
-GRID = [(batch, tokens) for batch in (1, 4, 16, 64) for tokens in (16, 64, 256)]
+GRID_BATCHES, GRID_TOKENS = (1, 4, 16, 64), (16, 64, 256)
 BASE = "ONNX Runtime FP32"
 _TOKENS, _MOST = 2**16, 200
 """The number of tokens and of rounds for each size, so that small ones get more rounds."""
@@ -141,12 +141,10 @@ def grid(threads: int) -> None:
         result = quantize_model(model, batches, threads=threads, progress=False)
         calls = {"float": lambda batch: result.float_engine(**batch), "int8": lambda batch: result.engine(**batch)}
         print("| samples | 16 tokens | 64 tokens | 256 tokens |\n|---|---|---|---|")
-        cells: dict[int, list[str]] = {}
-        for batch, tokens in GRID:
-            seconds = _timed(calls, task.random_batch(batch, tokens))
-            cells.setdefault(batch, []).append(f"{seconds['float'] / seconds['int8']:.2f}x")
-        for batch, row in cells.items():
-            print(f"| {batch} | {' | '.join(row)} |")
+        for batch in GRID_BATCHES:
+            seconds = [_timed(calls, task.random_batch(batch, tokens)) for tokens in GRID_TOKENS]
+            row = " | ".join(f"{one['float'] / one['int8']:.2f}x" for one in seconds)
+            print(f"| {batch} | {row} |", flush=True)
         print(flush=True)
 
 
