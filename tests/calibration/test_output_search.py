@@ -461,13 +461,14 @@ def test_images_have_channels_last_where_the_model_takes_it(views: bool) -> None
     assert all(batch.is_contiguous() for batch in batches)
 
 
-def test_the_plan_does_not_depend_on_the_order_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_does_not_depend_on_the_order_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, batches = _Image(False).eval(), [torch.randn(4, 8, 16, 16) for _ in range(4)]
-    q = calibrated(model, batches, backend="openvino")
+    q = calibrated(model, batches, backend="openvino", preset="plain")
+    session = q._session.calibration
+    assert session is not None
+    measured = [OutputError(session._proxied).of_all_ranks(q.plan, _kept(batches))]
     monkeypatch.setattr(replay, "_takes_channels_last", lambda *_: False)
-    for mine, other in zip(q.plan.values(), calibrated(model, batches, backend="openvino").plan.values(), strict=True):
-        for one, two in zip(mine.operands, other.operands, strict=True):
-            assert torch.equal(torch.as_tensor(one.scale), torch.as_tensor(two.scale))
-        if mine.bias_shift is not None:
-            assert torch.allclose(mine.bias_shift, other.bias_shift, atol=1e-4)
+    measured.append(OutputError(session._proxied).of_all_ranks(q.plan, _kept(batches)))
+    assert measured[0] > 0
+    assert measured[0] == pytest.approx(measured[1], rel=0.02)

@@ -91,8 +91,8 @@ def test_replies_to_requests_that_began_early(word: str, message: str, order: tu
 def test_one_that_hangs_leaves_the_others_their_replies(answers: Worker) -> None:
     answers.begin("hang", "hang")
     answers.begin("other", "other")
-    assert _asked(answers, "other", 1.0) == "other"
-    assert _asked(answers, "hang") == "hang took more than 1 s"
+    assert _asked(answers, "other", 4.0) == "other"
+    assert _asked(answers, "hang") == "hang took more than 4 s"
 
 
 def test_nothing_is_left_to_do_when_times_are_measured(answers: Worker) -> None:
