@@ -48,7 +48,7 @@ _COUNT: ContextVar[Counter[str] | None] = ContextVar("_COUNT", default=None)
 
 @contextmanager
 def counted_runs() -> Iterator[Counter[str]]:
-    """Yield a counter, whose ``batches`` become the number of batches that run in the block."""
+    """Yield a counter, whose ``batches`` become the number of batches that run in the block, not in a block within."""
     count: Counter[str] = Counter()
     token = _COUNT.set(count)
     try:
@@ -57,24 +57,14 @@ def counted_runs() -> Iterator[Counter[str]]:
         _COUNT.reset(token)
 
 
-@contextmanager
-def _uncounted() -> Iterator[None]:
-    """Do not count the batches that run in the block."""
-    token = _COUNT.set(None)
-    try:
-        yield
-    finally:
-        _COUNT.reset(token)
-
-
-def _count(batches: int) -> None:
+def _count() -> None:
     if (count := _COUNT.get()) is not None:
-        count["batches"] += batches
+        count["batches"] += 1
 
 
 def run(proxy: nn.Module, batch: Batch, override: CallOverride | None = None, sites: Collection[Site] = ()) -> Any:
     """Return the output for a copy of a batch; ``override`` replaces the calls of ``sites``, active or not."""
-    _count(1)
+    _count()
     args, keywords = copied(*batch)
     # forward() instead of a call: the hooks of the proxy are for calibration.
     with _overridden(sites, override), unmoved(proxy), numbered(proxy):
@@ -131,7 +121,7 @@ class Replay:
             # The proxy itself is not called, because its hooks are for calibration.
             called = [module for module in modules if module is self._proxy]
             self._pass(batch, modules, lambda module, *_, called=called: called.append(module), in_float)
-            _count(1)
+            _count()
             self._calls.append(Counter(called))
             # A module that no earlier batch reached follows the module called before it.
             position = 0
@@ -163,8 +153,8 @@ class Replay:
             if remaining == 0:
                 raise Reached
 
-        # Together, the parts of a batch are about one more pass, which ``in_order`` counts.
-        with _uncounted(), ended, suppress(Reached):
+        # Together, the parts of a batch are about one more pass, which ``in_order`` counts: this count is not used.
+        with counted_runs(), ended, suppress(Reached):
             self._pass(self.batches[place], [module], counted, in_float)
 
     def in_float(self) -> AbstractContextManager[None]:
@@ -330,7 +320,7 @@ class OutputError:
         self._expected: dict[Hashable, Tensor] = {}
         self._digests: dict[Hashable, str] = {}
         known = Known() if known is None else known
-        self._known, self._takes = known.errors, known.takes
+        self._known, self._takes = known.errors, known.channels_last
 
     def quick(self, batch: Batch) -> Batch:
         """Return a batch with channels last, if the model takes it; its convolutions are then 1.2 to 3 times as fast.

@@ -57,13 +57,13 @@ class Known:
         errors: the errors of their outputs, see ``OutputError``.
         choices: statistics with all choices made by running the batches, by a digest of their inputs.
         store: stores the choices, so that an interrupted command resumes with them.
-        takes: whether the model takes images with channels last, see ``OutputError.quick``; empty if not tried yet.
+        channels_last: whether the model takes images with channels last, see ``OutputError.quick``; empty if not tried.
     """
 
     errors: dict[tuple[str, Hashable, str], float] = field(default_factory=dict)
     choices: dict[str, Seen] = field(default_factory=dict)
     store: Store = NO_STORE
-    takes: list[bool] = field(default_factory=list)
+    channels_last: list[bool] = field(default_factory=list)
 
     def keep(self, digest: str, chosen: Seen) -> None:
         """Store choices, and remove choices of an earlier state of the calibration."""

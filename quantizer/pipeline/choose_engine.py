@@ -100,11 +100,6 @@ class _Checked:
     checks: Mapping[str, tuple[OutputCheck, ...]]
     times: tuple[Sequence[float], ...] = ()
 
-    @property
-    def usual_us(self) -> float:
-        """The latency at the first size, which is the usual one unless ``optimize_for`` is latency, in microseconds."""
-        return 1000 * self.candidate.milliseconds[0]
-
 
 def chooses(config: RunConfig) -> bool:
     """Return whether a run chooses its engine: with ``auto``, unless there is a GPU and no backend is named."""
@@ -176,8 +171,6 @@ def pick_backend(
         if plain is not None:
             both.float_name = plain.variant.name
             both.adopt("float", plain.made)
-            if config.engine.optimize_for != "latency":
-                both.chosen_us = {"low": low.usual_us, "plain": plain.usual_us}
         both.adopt("engine", low.made)
         name = next((entry.name for entry in choice.candidates if entry.is_float and entry.milliseconds), None)
         is_delivered = plain is None or name == both.float_name
@@ -355,7 +348,7 @@ class _CandidateBuilder:
         """Export, build and check one candidate."""
         graphs, model = self._graphs, self._context.model
         frozen, files = self._exported(variant)
-        self._begin(variant, variant.backend, files)
+        self._begin(variant, files)
         expected, plain = graphs.checked_modules(frozen), graphs.checked_modules(model)
         for graph in () if graphs.several else graphs.names:
             # PyTorch computes while the engine is built.
@@ -382,24 +375,22 @@ class _CandidateBuilder:
         measured = replace(candidate, sqnr_db=far_from_float(timed))
         return _Checked(variant, measured, engines_of_graph, graphs.assembled(engines), checks_of_graph)
 
-    def _begin(self, variant: Variant, backend: str, files: Mapping[str, Path]) -> None:
-        """Begin to build the candidates of a backend that have the same files as a variant."""
-        kind = (variant.dtype, variant.dynamic)
+    def _begin(self, variant: Variant, files: Mapping[str, Path]) -> None:
+        """Begin to build the candidates of the variant's backend that have the same files."""
+        kind = (variant.backend, variant.dtype, variant.dynamic)
         for other in self._variants:
-            if other.backend == backend and (other.dtype, other.dynamic) == kind and other.name not in self._begun:
+            if (other.backend, other.dtype, other.dynamic) == kind and other.name not in self._begun:
                 self._begun.add(other.name)
                 for graph, onnx in files.items():
                     options, more = self._options(other, graph)
-                    begin_once(self._kept, backend, onnx, self._place(other, graph), options, **more)
+                    begin_once(self._kept, other.backend, onnx, self._place(other, graph), options, **more)
 
-    def _begin_next(self, backend: str) -> None:
-        """Begin to build the float engines of the next backend, while this process makes the plan of this one."""
-        plain = [variant for variant in self._variants if variant.dtype is None]
-        names = list(dict.fromkeys(variant.backend for variant in plain))
-        for following in names[names.index(backend) + 1 :][:1] if backend in names else ():
-            if self._is_never_faster(following):
-                continue
-            self._begin(plain[0], following, self._exported(plain[0])[1])
+    def _begin_next(self) -> None:
+        """Begin to build the float engines of the next backend, while this process makes a plan."""
+        floats = (variant for variant in self._variants if variant.dtype is None and variant.name not in self._begun)
+        following = next(floats, None)
+        if following is not None and not self._is_never_faster(following.backend):
+            self._begin(following, self._exported(following)[1])
 
     def _place(self, variant: Variant, graph: str) -> Path:
         """Return the engine file of a variant, in a folder that exists."""
@@ -468,7 +459,7 @@ class _CandidateBuilder:
                 ranges = "dynamic" if variant.dynamic else None
                 assert self._calibrated is not None
                 self.quantizers[key] = self._calibrated.for_backend(variant.backend, ranges=ranges)
-            self._begin_next(variant.backend)
+            self._begin_next()
             if variant.dynamic:
                 require_sites(self.quantizers[key])
             proxy = self.quantizers[key].quantize(self._context.model)

@@ -55,7 +55,7 @@ It loses less accuracy, which counts under a budget, but is at most 3% faster th
 NEVER_FASTER = "with VNNI, it was slower in all our benchmarks; name it to compare it"
 """The reason why torch is not tried on a CPU with VNNI beside a correct engine of another backend.
 
-See benchmarks/results/cpu-speed.md: it takes 1.3 times the time of the fastest engine or more.
+See benchmarks/results/cpu-speed.md: it takes 1.2 times the time of the fastest INT8 engine or more.
 """
 
 _REST_TIE = 1.05

@@ -60,7 +60,7 @@ class RunLatencyFallback:
             opset=self._config.export.opset,
             axes=self._context.feed.sizes,
             say=self._context.timer.tell,
-            known_us=None if engines.timing.exact else engines.chosen_us,
+            known_us=None if engines.timing.exact else engines.usual_us,
         )
         with self._context.timer("measure latency costs"):
             return placer.latency_costs(quantizer, quantized, low, plain)

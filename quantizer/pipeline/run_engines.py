@@ -12,7 +12,16 @@ import torch
 from torch import nn
 
 from quantizer.config import RunConfig
-from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, load_engine, observe_engine, runs_here
+from quantizer.engines import (
+    BuildOptions,
+    BuildResult,
+    Engine,
+    Inspection,
+    load_engine,
+    medians,
+    observe_engine,
+    runs_here,
+)
 from quantizer.engines.for_this_cpu import Variant
 from quantizer.engines.measure import begin_build
 from quantizer.export.exporter import export_onnx
@@ -50,8 +59,6 @@ class RunEngines:
 
     Attributes:
         float_name: the backend and the precision of the float engine, such as ``openvino bfloat16``.
-        chosen_us: the latencies with which a choice compared the quantized engine ``low`` and the float engine
-            ``plain``, in microseconds; None without a choice.
         timed: the latencies with which a choice compared ``engine``, ``float`` and the fastest float engine, in
             milliseconds, by size; empty without a choice, and after an engine was built anew.
     """
@@ -60,7 +67,6 @@ class RunEngines:
         self.float_name = Variant(
             backend=config.quantizer.backend, dtype=None, precision=config.engine.inference_precision
         ).name
-        self.chosen_us: Mapping[str, float] | None = None
         self.timed: dict[tuple[int, int | None], dict[str, Sequence[float]]] = {}
         self._context = context
         self._config = config
@@ -96,6 +102,16 @@ class RunEngines:
             sizes=run_sizes(self._config, self._context),
             exact=self._config.fallback is not None,
         )
+
+    @property
+    def usual_us(self) -> dict[str, float] | None:
+        """Median latencies of the engines ``low`` and ``plain`` at the usual size in a choice; None if not measured."""
+        rows = self.timing.sizes.batch
+        times = next((times for (batch, _), times in self.timed.items() if batch == rows), {})
+        if not {"engine", "float"} <= times.keys():
+            return None
+        known = medians({"low": times["engine"], "plain": times["float"]})
+        return {name: 1000 * milliseconds for name, milliseconds in known.items()}
 
     def files(self, name: str, graph: str | None = None) -> EngineFiles:
         """Return the files of ``engine`` or ``float``, by default of the last graph."""
