@@ -43,6 +43,33 @@ def tiny_resnet(folder: Path) -> Path:
     return folder
 
 
+def tiny_detector(folder: Path, kind: str) -> Path:
+    """A detector of five candidates with the processor of published ones, which keeps proportions: detr or yolos."""
+    torch.manual_seed(0)
+    shared = {"id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}}
+    if kind == "detr":
+        backbone = transformers.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+        )
+        layers = {f"{part}_layers": 1 for part in ("encoder", "decoder")}
+        heads = {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+        widths = {f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")}
+        config = transformers.DetrConfig(
+            backbone_config=backbone, num_queries=5, d_model=32, init_std=0.2, **layers, **heads, **widths, **shared
+        )
+        transformers.DetrForObjectDetection(config).save_pretrained(folder)
+        processor = transformers.DetrImageProcessorPil
+    else:
+        options = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        config = transformers.YolosConfig(
+            image_size=[SIZE, SIZE], patch_size=8, num_detection_tokens=5, **options, **shared
+        )
+        transformers.YolosForObjectDetection(config).save_pretrained(folder)
+        processor = transformers.YolosImageProcessorPil
+    processor(size={"shortest_edge": SIZE, "longest_edge": 2 * SIZE}).save_pretrained(folder)
+    return folder
+
+
 def tiny_images(folder: Path, count: int, seed: int) -> Path:
     """Noise in several sizes, tinted by its class, as FOLDER/CLASS/NUMBER.png."""
     pick = np.random.default_rng(seed)

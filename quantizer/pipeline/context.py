@@ -31,6 +31,7 @@ from quantizer.tasks import (
     load_model,
     load_processor,
 )
+from quantizer.tasks.image_inputs import ImageInputs
 from quantizer.utils.batches import own_tensors
 from quantizer.utils.files import NO_STORE, Store
 from quantizer.utils.progress import loop
@@ -200,6 +201,8 @@ def load_context(
     require_room_to_write(folder, int(parameters * copies), needed_for)
     processor = load_processor(source, task)
     built_task = build_task(task, model, processor, **sizes)
+    if isinstance(built_task.inputs, ImageInputs):
+        processor = built_task.inputs.processor
     built_task.split = True
     return RunContext(timer=timer, resume=resume, model=model, processor=processor, feed=built_task)
 

@@ -37,8 +37,9 @@ class DepthEstimation(CountedTask):
     packages = ("scipy",)
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
-        self._processor = processor
-        return ImageInputs(model, processor)
+        inputs = ImageInputs(model, processor)
+        self._processor = inputs.processor
+        return inputs
 
     def samples(self, examples: Sequence[Example]) -> list[Sample]:
         # Labelled images may calibrate.

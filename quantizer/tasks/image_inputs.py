@@ -6,8 +6,10 @@ Shapes: B images in a batch.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.inputs import Batch, FileInputs
 
-_INPUT = "pixel_values"
+_INPUT, _MASK = "pixel_values", "pixel_mask"
 _BYTES, _WORDS = 2**8 - 1, 2**16 - 1
 """The largest values of 8 and 16 bits."""
 _ORIENTATION, _TURNED = 0x0112, 5
@@ -26,38 +28,60 @@ _ORIENTATION, _TURNED = 0x0112, 5
 _ASPECTS = ((96, 64), (64, 96))
 """Width and height of two test images, which a processor must resize to one size."""
 
+logger = logging.getLogger(__name__)
+
 
 class ImageInputs(FileInputs):
     """The batches of an image model; the same for the float model, a proxy and an engine.
 
+    A processor that keeps the proportions of images makes several sizes. A copy of it then pads them to a square with a
+    mask if the model takes one, else it resizes them to a square.
+
     Attributes:
         names: the names of the inputs.
+        processor: the image processor, or its copy that makes one size.
         size: channels, height and width of each processed image.
     """
 
     def __init__(self, model: torch.nn.Module, processor: Any) -> None:
-        kind = type(model).__name__
-        if _INPUT not in inspect.signature(model.forward).parameters:
+        kind, parameters = type(model).__name__, inspect.signature(model.forward).parameters
+        if _INPUT not in parameters:
             raise TaskError(f"{kind} has no input {_INPUT!r}: expected a model of images")
         self.names: tuple[str, ...] = (_INPUT,)
         self.processor = processor
-        images = [require_pillow().new("RGB", aspect) for aspect in _ASPECTS]
-        sizes = [tuple(self._processed([image], "new images")[_INPUT].shape[1:]) for image in images]
-        if sizes[0] != sizes[1]:
+        sizes = self._sizes()
+        if len(sizes) > 1:
+            self.processor, is_padded = _to_a_square(processor, masked=_MASK in parameters)
+            self.names = (_INPUT, _MASK) if is_padded else self.names
+            sizes = self._sizes()
+        if len(sizes) > 1:
             raise TaskError(
-                f"{type(processor).__name__} returns images of several sizes ({list(sizes[0])} and "
-                f"{list(sizes[1])}), which cannot form a batch: set height and width as its size, or "
-                f"do_center_crop, in preprocessor_config.json"
+                f"{type(processor).__name__} returns images of several sizes ({sizes[0]} and {sizes[1]}), which cannot "
+                "form a batch: set height and width as its size, or do_center_crop, in preprocessor_config.json"
             )
-        self.size: tuple[int, ...] = sizes[0]
+        self.size: tuple[int, ...] = tuple(sizes[0])
+        if self.processor is not processor:
+            _, height, width = self.size
+            words = "padded to {}, with a mask" if _MASK in self.names else "stretched to {}; {} another size"
+            logger.warning(
+                "%s makes images of several sizes, but an engine takes one: they are %s",
+                type(processor).__name__,
+                words.format(f"{height} x {width}", "set height and width in preprocessor_config.json for"),
+            )
         try:
             with torch.no_grad():
-                model(**{_INPUT: torch.zeros(1, *self.size)})
+                model(**{**self.random(1, None), _INPUT: torch.zeros(1, *self.size)})
         except (RuntimeError, ValueError) as error:
             raise TaskError(
                 f"{kind} does not accept images of the shape {list(self.size)} from its image processor "
                 f"({_first_line(error)}): set the size that it was trained for in preprocessor_config.json"
             ) from error
+
+    def _sizes(self) -> list[list[int]]:
+        """Return the distinct shapes of the processed test images, without the batch axis."""
+        images = [require_pillow().new("RGB", aspect) for aspect in _ASPECTS]
+        shapes = [list(self._processed([image], "new images")[_INPUT].shape[1:]) for image in images]
+        return shapes[:1] if shapes[0] == shapes[1] else shapes
 
     def batch(self, paths: Sequence[Path]) -> Batch:
         """Return one batch [B x channels x height x width], read from files."""
@@ -70,8 +94,10 @@ class ImageInputs(FileInputs):
                 pass
 
     def random(self, batch_size: int, sequence: int | None, seed: int = 0) -> Batch:
-        """Return normal noise; images have no tokens, so ``sequence`` has no effect."""
-        return {_INPUT: torch.randn(batch_size, *self.size, generator=torch.Generator().manual_seed(seed))}
+        """Return normal noise without padding; images have no tokens, so ``sequence`` has no effect."""
+        noise = torch.randn(batch_size, *self.size, generator=torch.Generator().manual_seed(seed))
+        mask = torch.ones(batch_size, *self.size[1:], dtype=torch.int64)
+        return {name: {_INPUT: noise, _MASK: mask}[name] for name in self.names}
 
     def _processed(self, images: list[Any], which: str) -> Batch:
         try:
@@ -80,9 +106,29 @@ class ImageInputs(FileInputs):
             raise TaskError(
                 f"{type(self.processor).__name__} refused {which}: {_first_line(error)}; check preprocessor_config.json"
             ) from error
-        if _INPUT not in processed:
-            raise TaskError(f"{type(self.processor).__name__} returns {', '.join(processed)}, expected {_INPUT!r}")
-        return {_INPUT: processed[_INPUT]}
+        for name in self.names:
+            if name not in processed:
+                raise TaskError(f"{type(self.processor).__name__} returns {', '.join(processed)}, expected {name!r}")
+        return {name: processed[name] for name in self.names}
+
+
+def _to_a_square(processor: Any, *, masked: bool) -> tuple[Any, bool]:
+    """Return a copy of a processor that makes squares, and whether it pads images to them.
+
+    Unknown settings are left as they are, so the copy may still make several sizes.
+    """
+    square = deepcopy(processor)
+    size = getattr(processor, "size", None) or {}
+    shortest, longest = size.get("shortest_edge"), size.get("longest_edge")
+    if masked and longest and getattr(processor, "do_pad", False):
+        square.pad_size = {"height": longest, "width": longest}
+        return square, True
+    if shortest:
+        square.size = {"height": shortest, "width": shortest}
+    # Of processors for depth.
+    if getattr(processor, "keep_aspect_ratio", False):
+        square.keep_aspect_ratio = False
+    return square, False
 
 
 def read_image(path: Path) -> Any:

@@ -189,8 +189,9 @@ class ObjectDetection(JudgedTask):
                 "detector such as DETR or YOLOS"
             )
         self._classes = class_names(getattr(model, "config", None))
-        self._processor = processor
-        return ImageInputs(model, processor)
+        inputs = ImageInputs(model, processor)
+        self._processor = inputs.processor
+        return inputs
 
     def samples(self, examples: Sequence[Example]) -> list[Sample]:
         return [example.path for example in examples_of_kind(examples, Boxes, self.name)]

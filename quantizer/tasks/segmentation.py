@@ -50,8 +50,9 @@ class SemanticSegmentation(CountedTask):
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
         self._classes = len(class_names(getattr(model, "config", None)))
-        self._processor = processor
-        return ImageInputs(model, processor)
+        inputs = ImageInputs(model, processor)
+        self._processor = inputs.processor
+        return inputs
 
     def samples(self, examples: Sequence[Example]) -> list[Sample]:
         return [example.path for example in examples_of_kind(examples, Masked, self.name)]

@@ -16,12 +16,13 @@ for _package in ("transformers", "PIL", "onnx", "onnxscript", "openvino", "onnxr
     pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
 from helpers import read_json
-from tiny_vision import CLASSES, SIZE, tiny_images, tiny_resnet, tiny_vit
+from tiny_vision import CLASSES, SIZE, tiny_detector, tiny_images, tiny_resnet, tiny_vit
 
 from quantizer import Quantizer
 from quantizer.pipeline import benchmark
 from quantizer.pipeline import time_groups as place_groups
 from quantizer.pipeline.load import load_converted
+from quantizer.tasks.metrics import sqnr_db
 
 MADE = {"vit": "openvino", "resnet": "onnxruntime"}
 """Which of the two is converted for which backend."""
@@ -94,6 +95,23 @@ def test_engine_and_processor_serve_alone(place: Path, tmp_path: Path, name: str
     frozen = Quantizer.load(_made(place, name) / "quantizer").quantize(model)
     assert labels == [CLASSES[label] for label in task.predict(lambda batch: frozen(**batch), rows).decisions]
     assert len(set(labels)) > 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["detr", "yolos"])
+def test_a_published_detector_as_it_is(place: Path, tmp_path: Path, kind: str) -> None:
+    """Its processor keeps proportions; the delivered one makes the size of the engine."""
+    source = tiny_detector(tmp_path / kind, kind)
+    words = ["--quantization", "--calibration", f"{place}/photos", "--samples", "12", "--backend", "onnxruntime"]
+    assert main(["convert", "-m", str(source), *words, "-o", str(tmp_path / "made")]) == 0
+    folder = tmp_path / "made" / "onnxruntime"
+    paths = [row.path for row in load_examples("image-folder", path=place / "test")][:2]
+    served = load_converted(folder)(paths)
+    model = load_model(str(source), "object-detection")
+    task = build_task("object-detection", model, load_image_processor(str(source)), batch_size=2)
+    with torch.no_grad():
+        expected = Quantizer.load(folder / "quantizer").quantize(model)(**task.inputs.batch(paths))
+    assert sqnr_db(expected.pred_boxes.numpy(), served["pred_boxes"]) > 30
 
 
 def test_more_images_than_it_was_built_for(place: Path, tmp_path: Path) -> None:

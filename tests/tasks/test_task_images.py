@@ -223,10 +223,9 @@ def test_no_image_processor(vit: Path, tmp_path: Path) -> None:
             r"does not accept images of the shape \[3, 16, 16\] from its image "
             r"processor",
         ),
-        ({"size": {"shortest_edge": SIZE}}, r"returns images of several sizes \(\[3, 32, 48\] and \[3, 48, 32\]\)"),
         ({"size": {"width": 9}}, "refused new images: .*; check preprocessor_config"),
     ],
-    ids=["other-size", "sizes", "nonsense"],
+    ids=["other-size", "nonsense"],
 )
 def test_a_processor_that_does_not_fit(
     model: torch.nn.Module, options: dict[str, dict[str, int]], expected: str
@@ -235,6 +234,33 @@ def test_a_processor_that_does_not_fit(
     processor.size = options["size"]
     with pytest.raises(TaskError, match=expected):
         build_task(NAME, model, processor)
+
+
+def test_a_processor_of_several_sizes_that_cannot_make_one(model: torch.nn.Module) -> None:
+    processor = transformers.GLPNImageProcessorPil(size_divisor=SIZE)
+    with pytest.raises(TaskError, match=r"returns images of several sizes \(\[3, 64, 96\] and \[3, 96, 64\]\)"):
+        build_task(NAME, model, processor)
+
+
+@pytest.mark.parametrize(
+    ("processor", "size"),
+    [
+        (transformers.CLIPImageProcessorPil(size={"shortest_edge": SIZE}, do_center_crop=False), "shortest_edge"),
+        (transformers.DPTImageProcessorPil(size={"height": SIZE, "width": SIZE}, keep_aspect_ratio=True), "height"),
+    ],
+    ids=["shortest-edge", "keep-aspect-ratio"],
+)
+def test_a_processor_that_keeps_proportions_stretches_images(
+    model: torch.nn.Module, images: Path, caplog: pytest.LogCaptureFixture, processor: Any, size: str
+) -> None:
+    paths = read_images(images)
+    task = build_task(NAME, model, processor, batch_size=5)
+    assert task.inputs.batch(paths)["pixel_values"].shape == (len(paths), 3, SIZE, SIZE)
+    assert "they are stretched to 32 x 32; set height and width" in caplog.text
+    # The caller's own processor does what it did.
+    assert task.inputs.processor is not processor
+    assert processor.size[size] == SIZE
+    assert len({processor(read_image(path), return_tensors="np")["pixel_values"].shape for path in paths}) > 1
 
 
 def test_a_model_that_takes_no_images() -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 import transformers
 from PIL import Image as Picture
+from tiny_vision import tiny_detector
 
 from quantizer.errors import TaskError
-from quantizer.tasks import Boxes, Image, Task, build_task, load_examples
-from quantizer.tasks.image_inputs import read_size
+from quantizer.tasks import Boxes, Image, Task, build_task, load_examples, load_model, load_processor
+from quantizer.tasks.image_inputs import read_image, read_size
 from quantizer.tasks.object_detection import Detections, average_precision, match_objects
 
 COCO = pytest.importorskip("pycocotools.coco", reason="install enginequant[hf]").COCO
@@ -191,3 +192,39 @@ def test_rows_and_models_that_do_not_fit(task: Task, examples: list[Boxes]) -> N
     plain = transformers.ViTImageProcessorPil(size={"height": SIZE, "width": SIZE})
     with pytest.raises(TaskError, match="ViTImageProcessorPil has no post_process_object_detection"):
         build_task(NAME, _Detector(), plain)
+
+
+# -- processors of published detectors, which keep proportions ---------------------------------------------------------
+
+
+def _pictures(folder: Path) -> list[Path]:
+    pick, paths = np.random.default_rng(3), [folder / "wide.png", folder / "tall.png"]
+    for path, (width, height) in zip(paths, [(60, 40), (40, 50)], strict=True):
+        Picture.fromarray(pick.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(path)
+    return paths
+
+
+def test_a_detector_that_takes_a_mask_gets_padded_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, paths = load_model(str(tiny_detector(tmp_path, "detr")), NAME), _pictures(tmp_path)
+    processor = load_processor(str(tmp_path), NAME)
+    task = build_task(NAME, model, processor, batch_size=2)
+    batch = task.inputs.batch(paths)
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "pixel_values": (2, 3, 64, 64),
+        "pixel_mask": (2, 64, 64),
+    }
+    assert batch["pixel_mask"].sum(dim=(1, 2)).tolist() == [32 * 48, 40 * 32]
+    assert "they are padded to 64 x 64, with a mask" in caplog.text
+    assert task.input_names == tuple(task.inputs.random(3, None)) == ("pixel_values", "pixel_mask")
+    for row, path in enumerate(paths):
+        alone = processor(read_image(path), return_tensors="pt")["pixel_values"][0]
+        height, width = alone.shape[1:]
+        assert torch.equal(batch["pixel_values"][row, :, :height, :width], alone)
+    assert processor.pad_size is None
+
+
+def test_a_detector_without_a_mask_gets_stretched_images(tmp_path: Path) -> None:
+    model = load_model(str(tiny_detector(tmp_path, "yolos")), NAME)
+    task = build_task(NAME, model, load_processor(str(tmp_path), NAME), batch_size=2)
+    batch = task.inputs.batch(_pictures(tmp_path))
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {"pixel_values": (2, 3, 32, 32)}
