@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 # Before transformers is imported anywhere: it reads these once.
@@ -15,7 +15,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import pytest
 import torch
 from helpers import BYTE_PRODUCTS_ARE_EXACT
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from quick_start import collect_seldom
 from translated import translate_once
 from trials_here import trials_here
@@ -27,8 +27,9 @@ from quantizer.plan.targets.base import profiles
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples at each run, so that a failure belongs to a change; HYPOTHESIS_PROFILE=default searches on.
-settings.register_profile("same", derandomize=True)
+# The same examples at each run, so that a failure belongs to a change; HYPOTHESIS_PROFILE=default searches on. How long
+# an example takes depends on what else the machine does.
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
@@ -56,6 +57,14 @@ def _one_random_state() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+    """What several tests share has the same random numbers, whichever of them comes first, and whatever came before."""
+    if fixturedef.scope != "function":
+        torch.manual_seed(0)
+    return (yield)
 
 
 def pytest_collection_finish() -> None:
