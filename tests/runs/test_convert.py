@@ -46,7 +46,6 @@ import quantizer.pipeline.run_engines as run_engines
 import quantizer.pipeline.stages as stages
 from quantizer.pipeline import benchmark
 from quantizer.pipeline import progress as stage_timer
-from quantizer.pipeline import time_groups as place_groups
 from quantizer.pipeline.compare_outputs import OutputCheck, tolerance
 from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.fastest_engine import variants_of
@@ -96,8 +95,6 @@ class Place:
             # Random weights of 32 channels: rounding attention costs them more than 1 dB.
             for limit in ("_GAIN_DB", "_GAIN_OF_SHARE_DB"):
                 patch.setattr(attention, limit, math.inf)
-            # Of a model as small as this it depends on the CPU which groups are slower in integers.
-            patch.setattr(place_groups, "is_faster", lambda *_: False)
             assert main(["convert", "-m", self.model, *words, *SIZES, "-o", str(self.folder / name)]) == 0
         return self.folder / name
 

@@ -20,7 +20,6 @@ from tiny_vision import CLASSES, SIZE, tiny_detector, tiny_images, tiny_resnet, 
 
 from quantizer import Quantizer
 from quantizer.pipeline import benchmark
-from quantizer.pipeline import time_groups as place_groups
 from quantizer.pipeline.load import load_converted
 from quantizer.tasks.metrics import sqnr_db
 
@@ -43,8 +42,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words += ["--evaluation", f"image-folder:{folder}/test"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
-        # Of models as small as these it depends on the CPU which groups are slower in integers.
-        patch.setattr(place_groups, "is_faster", lambda *_: False)
         for name, backend in MADE.items():
             out = ["--backend", backend, "-o", f"{folder / name}-made"]
             assert main(["convert", "-m", str(folder / name), *words, *out]) == 0
