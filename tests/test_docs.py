@@ -39,6 +39,7 @@ class Script:
     """What a block of Python needs and leaves, the words behind its name, the blocks that it imports, by file.
 
     ``shorter``: replacements of text, the old and the new, which make it quick enough for a test that is not nightly.
+    ``times``: whether it prints what follows from measured times, so that it is run with those of ``fixed_times.py``.
     """
 
     needs: tuple[str, ...] = ()
@@ -46,14 +47,15 @@ class Script:
     words: tuple[str, ...] = ()
     imports: tuple[tuple[str, str], ...] = ()
     shorter: tuple[tuple[str, str], ...] = ()
+    times: bool = False
 
 
 _EXPORT = ("onnx", "onnxscript", "openvino")
 SCRIPTS = {
-    "readme": Script((*_EXPORT, "onnxruntime", "jinja2"), frozenset({"my-net-int8"})),
+    "readme": Script((*_EXPORT, "onnxruntime", "jinja2"), frozenset({"my-net-int8"}), times=True),
     "find-the-cause": Script(),
     "compare-an-engine": Script(_EXPORT, frozenset({"model.onnx", "model.engine"})),
-    "own-module": Script((*_EXPORT, "jinja2"), frozenset({"vibration-int8"})),
+    "own-module": Script((*_EXPORT, "jinja2"), frozenset({"vibration-int8"}), times=True),
     "steps": Script(_EXPORT, frozenset({"model.onnx", "model.engine", "my-quantizer"})),
     "direction": Script(),
     "fallback": Script(_EXPORT, frozenset({"direction.engine"}), imports=(("direction.py", "direction"),)),
@@ -68,6 +70,7 @@ SCRIPTS = {
         frozenset({"detector-int8"}),
         imports=(("boxes_net.py", "boxes-net"),),
         shorter=(("steps=400", "steps=2"),),
+        times=True,
     ),
     "training-loop": Script(("onnx", "onnxscript"), frozenset({"trained.onnx"})),
     "trainer": Script(("transformers", "accelerate"), frozenset({"my-quantizer", "my-training"})),
@@ -76,7 +79,9 @@ SCRIPTS = {
     "formats": Script(),
     "exclude": Script(),
     "stem-net": Script(),
-    "change-one-layer": Script(_EXPORT, frozenset({"stem-in-float"}), imports=(("stem_net.py", "stem-net"),)),
+    "change-one-layer": Script(
+        _EXPORT, frozenset({"stem-in-float"}), imports=(("stem_net.py", "stem-net"),), times=True
+    ),
     "change-saved-quantizer": Script(
         _EXPORT, frozenset({"my-quantizer", "model.engine"}), imports=(("stem_net.py", "stem-net"),)
     ),
@@ -106,6 +111,15 @@ NIGHTLY = ("detector", "in-place", "onnx-input")
 ON_A_PAGE = ("film-reviews", "use-film-reviews")
 # Outputs in which lines come and go with the machine: the beginnings of their lines are compared.
 BEGINNINGS = ("find-the-cause", "readme")
+# The script of a block, whose engines in integers are faster on any machine.
+TIMED = """
+import runpy
+
+import fixed_times
+
+fixed_times.fix(setattr)
+runpy.run_path("script.py", run_name="__main__")
+"""
 WORDS = ("the", "film", "is", "was", "good", "fine", "bad", "dull", ".")
 
 
@@ -219,7 +233,9 @@ def _run_block(name: str, tmp_path: Path, shorter: tuple[tuple[str, str], ...] =
         (tmp_path / file).write_text(text, encoding="utf-8")
     if '"my-model"' in texts["script.py"]:
         tiny("bert-classification").save_pretrained(tmp_path / "my-model")
-    printed = run_script(tmp_path, "script.py", *SCRIPTS[name].words)
+    if SCRIPTS[name].times:
+        (tmp_path / "timed.py").write_text(TIMED, encoding="utf-8")
+    printed = run_script(tmp_path, "timed.py" if SCRIPTS[name].times else "script.py", *SCRIPTS[name].words)
     assert {path.name for path in tmp_path.iterdir()} >= SCRIPTS[name].makes
     return printed
 

@@ -20,6 +20,8 @@ from torch import nn
 for _package in ("onnx", "onnxscript", "onnxruntime", "openvino", "jinja2"):
     pytest.importorskip(_package, reason="needs enginequant[onnx,onnxruntime,openvino,report]")
 
+import fixed_times
+
 import quantizer
 from quantizer.cli.main import main
 from quantizer.engines.for_this_cpu import cpu_candidates
@@ -79,16 +81,6 @@ def score(model):
     with torch.no_grad():
         return -torch.cat([(model(x) - FLOAT(x)).abs() for x in calibration()[:4]]).mean().item()
 """
-# Times of tiny layers are noise, and a search ranks groups by them: every process of a test has the same times.
-TIMES = """
-from quantizer.pipeline.time_groups import Timing
-
-
-def fix(setattr):
-    setattr(Timing, "latencies", lambda _, paths: dict.fromkeys(paths, 40.0))
-    of_places = lambda _, engines, places, *more: {one: dict.fromkeys(places, 10.0) for one in engines}
-    setattr(Timing, "of_places", of_places)
-"""
 REPOSITORY = Path(__file__).parents[2]
 BATCHES = 40
 BUDGET = {"fallback": {"max_drop": 0.0002}}
@@ -98,14 +90,13 @@ BUDGET = {"fallback": {"max_drop": 0.0002}}
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The user's module, imported from the current folder."""
     torch.set_num_threads(1)
-    for name, source in (("of_user", SOURCE), ("fixed_times", TIMES)):
-        (tmp_path / f"{name}.py").write_text(source)
+    (tmp_path / "of_user.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.import_module("fixed_times").fix(monkeypatch.setattr)
+    # They are those of the process that is killed, and those of the next call.
+    fixed_times.fix(monkeypatch.setattr)
     yield importlib.import_module("of_user")
-    for name in ("of_user", "fixed_times"):
-        del sys.modules[name]
+    del sys.modules["of_user"]
 
 
 def _passes() -> int:
@@ -137,10 +128,11 @@ def _killed(settings: dict[str, Any]) -> None:
     code = "import fixed_times, of_user, quantizer as q; fixed_times.fix(setattr); "
     code += f"q.quantize_model(of_user.net(), of_user.calibration(), **{settings!r}"
     command = [sys.executable, "-c", f"{code}, score=of_user.score)"]
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}.", "OMP_NUM_THREADS": "1"}
+    search = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), "."])
+    environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        for _ in range(600):
+        for _ in range(3000):
             if Path("waits").exists() or process.poll() is not None:
                 break
             time.sleep(0.1)
