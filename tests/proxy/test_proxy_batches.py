@@ -236,7 +236,7 @@ def test_threads_of_the_model_in_several_passes_are_refused() -> None:
                 self.barrier.wait()
 
     model = Meets().eval()
-    model.barrier = threading.Barrier(2, timeout=20)
+    model.barrier = threading.Barrier(2, timeout=120)
     q = Quantizer(preset="plain", **OPTIONS)
     proxy = q.calib(model)
     with ThreadPoolExecutor(2) as pool:
