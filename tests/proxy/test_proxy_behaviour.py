@@ -101,6 +101,8 @@ def _one_of_two(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.save(_of_rank(rank), f"{folder}/{rank}.pt")
+    # Together: gloo may abort a process whose peer is gone while its threads end.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 

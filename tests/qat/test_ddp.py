@@ -73,6 +73,8 @@ def _work(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     for kind in KINDS:
         save_file(_trained(kind, rank), f"{folder}/{kind}-{rank}.safetensors")
+    # Together: gloo may abort a process whose peer is gone while its threads end.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 

@@ -49,6 +49,8 @@ def _measure_half(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     outcome = _outcome(_data()[rank::2], rank, Path(folder))
     (Path(folder) / f"outcome-{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+    # Together: gloo may abort a process whose peer is gone while its threads end.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
