@@ -216,6 +216,7 @@ def test_it_trains() -> None:
     assert weight.grad.abs().sum() > 0
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 @pytest.mark.parametrize("backend", ["openvino", pytest.param("onnxruntime", marks=pytest.mark.nightly)])
 def test_it_exports_with_the_same_export(tmp_path: Path, backend: Any) -> None:
     onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")

@@ -49,6 +49,7 @@ def test_what_is_planned_is_what_runs_in_integers(
     assert {layer.precision for layer in layers if layer.role == "product"} == {"int8" if planned else "fp32"}
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("backend", _INSTALLED)
 def test_an_uneven_padding_keeps_no_convolution_from_integers(backend: str, tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ CAST: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("name", CAST)
 def test_products_between_casts_compute_with_codes(name: str, backend: str, tmp_path: Path) -> None:

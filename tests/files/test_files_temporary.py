@@ -171,7 +171,7 @@ from quantizer.utils.files import scratch_folder
 folder = scratch_folder()
 (folder / "file").write_text("engine")
 print(folder, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

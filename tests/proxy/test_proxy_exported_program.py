@@ -89,6 +89,7 @@ def test_convolutions_of_a_decomposed_program_are_sites() -> None:
         assert torch.equal(q.quantize(program)(x), same.quantize(model)(x))
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 def test_a_program_is_calibrated_and_becomes_an_engine(tmp_path: Path) -> None:
     program, data = _program()
     code, weights = str(program.graph_module.code), {name: value.clone() for name, value in program.state_dict.items()}

@@ -28,6 +28,8 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "openvino"):
 
 from tiny_run import tiny_run
 
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
 
 class Gated(nn.Module):
     """Two convolutions without biases, of which one is read twice: OpenVINO's model for all sizes is wrong."""

@@ -98,6 +98,7 @@ def test_a_file_is_quantized_as_a_module(file: Path, net: Net, batches: list[dic
     assert 10 * torch.log10(signal / noise) > 20
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 def test_the_command(file: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(32, 3, 18, 18)).astype(np.float32))
     line = ["convert", "-m", str(file), "--quantization", "--calibration", str(tmp_path / "data.npz")]
@@ -118,6 +119,7 @@ g (float[N, 64] x, int64 rate) => (float[N, 32] y) {
 """
 
 
+@pytest.mark.usefixtures("exact_byte_products")
 def test_the_command_fixes_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import onnx
 

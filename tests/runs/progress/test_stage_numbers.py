@@ -22,7 +22,10 @@ from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.config import RunConfig
 from quantizer.pipeline.run import run
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt")
+pytestmark = [
+    pytest.mark.usefixtures("exact_byte_products"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt"),
+]
 
 AUTO = {"backend": "auto", "candidates": ("openvino", "onnxruntime")}
 ONE = {"backend": "openvino"}
