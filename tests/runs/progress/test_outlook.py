@@ -13,6 +13,13 @@ from quantizer.report import Stage
 EARLIER = [Stage(name="load", seconds=4.0), Stage(name="export", seconds=24.0), Stage(name="measure", seconds=31.0)]
 
 
+@pytest.fixture
+def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that is left does not depend on how busy the machine is."""
+    monkeypatch.setattr("quantizer.pipeline.progress.time.perf_counter", lambda: 0.0)
+
+
+@pytest.mark.usefixtures("_no_time_passes")
 def test_stages_are_numbered_and_have_the_times_of_an_earlier_run() -> None:
     outlook = Outlook(["load", "export", "measure"], EARLIER)
     outlook.begin("load")
@@ -44,6 +51,7 @@ def test_nothing_is_told_where_nothing_is_known() -> None:
     assert (outlook.head, outlook.left) == ("load", "")
 
 
+@pytest.mark.usefixtures("_no_time_passes")
 def test_what_is_known_of_some_stages_is_the_least_that_is_left() -> None:
     outlook = Outlook(["load", "search", "measure"], EARLIER)
     outlook.begin("load")
