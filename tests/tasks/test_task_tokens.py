@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_config
+from tiny_text import tiny_config
 from transformers import (
     BertForMaskedLM,
     BertForQuestionAnswering,
