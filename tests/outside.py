@@ -23,7 +23,7 @@ import torch
 import torch.multiprocessing
 
 GUIDES = Path(__file__).parents[1] / "docs" / "extending"
-_TIMEOUT_S = 300
+_TIMEOUT_S = 600
 # Libraries that start no threads: a fork has none of them. OpenVINO starts some.
 _PRELOADED = ("torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "onnx.reference", "onnxscript")
 

@@ -156,7 +156,7 @@ def test_ctrl_c_leaves_nothing_half_written(write_qdq: Any, tmp_path: Path) -> N
         assert process.stdout.readline() == "start\n"
         assert process.stdout.readline(), "the build said nothing"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     assert errors.strip().endswith("KeyboardInterrupt")
     assert process.returncode == -signal.SIGINT
     assert [entry.name for entry in tmp_path.iterdir() if entry != path] == []

@@ -67,7 +67,7 @@ def test_the_folder_of_a_process_that_is_alive_stays(tmp_path: Path) -> None:
         assert (folder / "half").exists()
         remove_leftovers(tmp_path / "out")
         assert (folder / "half").exists()
-        process.communicate("go on\n", timeout=60)
+        process.communicate("go on\n", timeout=300)
     finally:
         process.kill()
         process.communicate()
@@ -106,11 +106,11 @@ def test_the_folder_of_another_thread_stays_and_ones_own_goes(tmp_path: Path) ->
         with temporary_beside(tmp_path / "out") as folder:
             (folder / "half").write_text("half")
             made.set()
-            done.wait(60)
+            done.wait(300)
 
     thread = threading.Thread(target=other)
     thread.start()
-    assert made.wait(60)
+    assert made.wait(300)
     (theirs,) = names(tmp_path)
     _left(tmp_path / "out")
     remove_leftovers(tmp_path / "out")

@@ -579,7 +579,7 @@ def test_an_engine_for_a_gpu_comes_with_its_check(place: Place, tmp_path: Path) 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("logits: ok: SQNR") == len(cases)

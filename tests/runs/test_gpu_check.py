@@ -116,7 +116,7 @@ class Gpu:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         assert _content(self.folder) == before
         return done
