@@ -19,7 +19,7 @@ from quantizer.errors import ExportError
 from quantizer.numerics.formats import BLOCKS_OPSET, INT8, QType, qtype
 from quantizer.numerics.recurrence import CELLS
 
-_INT64 = 7  # in ONNX's list of element types
+_INT64, _BOOL = 7, 9  # in ONNX's list of element types
 
 
 def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -70,11 +70,16 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         # The engine quantizes blocks of activations itself; the file only stores the weight.
         return spelling.op.Identity(x) if block_size is not None else spelling.rounded_at_run_time(x)
 
+    def is_all_true(x: Any) -> Any:
+        # Of torch._check_tensor_all, whose check is no part of the file.
+        return spelling.op.Cast(spelling.op.ReduceMin(spelling.op.Cast(x, to=_INT64), keepdims=0), to=_BOOL)
+
     operators = torch.ops.quantizer
     # transformers calls this operator during tracing outside of quantization sites.
     transformers_op = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return {
         **({} if transformers_op is None else {transformers_op.default: _grouped_mm_translation(spelling)}),
+        torch.ops.aten._is_all_true.default: is_all_true,
         operators.grouped_mm.default: _grouped_mm_translation(spelling),
         operators.fake_quantize.default: fake_quantize,
         operators.fake_quantize_dynamic.default: fake_quantize_dynamic,

@@ -31,6 +31,7 @@ from quantizer.pipeline.context import RunContext, Runnable
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
 from quantizer.pipeline.time_groups import EngineFiles, Timing
 from quantizer.plan.site_plan import plan_digest
+from quantizer.proxy.build import exportable
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_versions
 from quantizer.tasks import Batch
@@ -296,7 +297,8 @@ def export_float(
             if earlier != path:
                 copy_file(earlier, path)
             return
-        module, example, axes = graphs.modules(context.model)[graph], graphs.example(graph), graphs.axes(graph)
+        module = graphs.modules(exportable(context.model))[graph]
+        example, axes = graphs.example(graph), graphs.axes(graph)
 
         def write() -> None:
             export_onnx(module, path, example, opset=opset, dtype=dtype, axes=axes, others=others)

@@ -225,6 +225,12 @@ def applied_patches(model: nn.Module) -> tuple[OperatorPatch, ...]:
     return tuple(sorted(patches, key=lambda patch: patch.name))
 
 
+def exportable(model: nn.Module) -> nn.Module:
+    """Return a float model, or its proxy with all quantizers off if the exporter needs operator patches in its source."""
+    is_patched = any(patch.target == "onnx" for patch in applied_patches(model))
+    return build_proxy(model, eager_attention=False) if is_patched else model
+
+
 def _rewritten_functions(model: nn.Module) -> Iterator[tuple[SourceFile, list[Key]]]:
     reachable = reachable_in(model)
     keys = {key for module in model.modules() for key in REWRITER.rewrite(original_class(module), reachable).keys}

@@ -204,6 +204,29 @@ def _float_masks() -> list[OperatorPatch]:
     ]
 
 
+def _batch_sizes() -> list[OperatorPatch]:
+    """Return patches for a batch size by ``len()``, which is a number in the file; ``shape`` keeps the axis dynamic."""
+    models = {
+        "d_fine.modeling_d_fine": "DFineModel",
+        "deimv2.modeling_deimv2": "Deimv2Model",
+        "pp_doclayout_v2.modeling_pp_doclayout_v2": "PPDocLayoutV2Model",
+        "pp_doclayout_v3.modeling_pp_doclayout_v3": "PPDocLayoutV3Model",
+        "rt_detr.modeling_rt_detr": "RTDetrModel",
+        "rt_detr_v2.modeling_rt_detr_v2": "RTDetrV2Model",
+    }
+    return [
+        _patch(
+            f"batch size of {model}",
+            f"{module}:{model}.forward",
+            "len(source_flatten)",
+            "source_flatten.shape[0]",
+            "onnx",
+            "a length by len() fixes the batch size of the exported file",
+        )
+        for module, model in models.items()
+    ]
+
+
 def _grouped_products() -> list[OperatorPatch]:
     """Return patches for the two matrix multiplications of experts, which share a helper: each becomes its own call."""
     reason = "one helper multiplies by both weights, so the two calls cannot be distinguished"
@@ -253,6 +276,7 @@ TRANSFORMERS_PATCHES = (
     *_overflow_guards(),
     *_overflow_guards_of_blocks(),
     *_float_masks(),
+    *_batch_sizes(),
     _patch(
         "first token of a table cell",
         "tapas.modeling_tapas:TapasEmbeddings.forward",
