@@ -12,7 +12,6 @@ judged ones come first; queries that lose all of theirs are left out.
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 import time
@@ -22,7 +21,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
-from common import MINILM, SHARED, heading
+from common import MINILM, heading
+from data import cranfield, cranfield_texts
 
 from quantizer.tasks import Example, build_task, load_examples, load_model, load_tokenizer
 
@@ -31,54 +31,18 @@ sys.path.append(str(Path(__file__).resolve().parent / "field"))
 from subjects import Subject, mpnet_source, of_task
 from tools import REFERENCE, TOOLS
 
-_CRANFIELD = SHARED / "data/cranfield"
 _MODELS: dict[str, tuple[Callable[[Path], str], int]] = {
     "minilm": (lambda _: MINILM, 256),
     "mpnet": (mpnet_source, 384),
 }
 """The source of each model, and the most tokens that it was made for."""
 _TOOLS = (REFERENCE, "openvino", "onnxruntime", "nncf", "quantize-dynamic")
-_ABSTRACTS, _TITLES = 96, 32
-_GRADES = range(1, 5)
-"""The judgements of interest, the best first."""
 
 
-def _fields() -> dict[str, tuple[str, str]]:
-    """Return the title and the abstract of each document, by its number."""
-    numbered = re.split(r"^\.I (\d+)\n", (_CRANFIELD / "cran.all.1400").read_text(), flags=re.MULTILINE)[1:]
-    fields = {}
-    for number, text in zip(numbered[::2], numbered[1::2], strict=True):
-        parts = re.split(r"^\.([TABW])\n", text, flags=re.MULTILINE)[1:]
-        by_name = {name: " ".join(value.split()) for name, value in zip(parts[::2], parts[1::2], strict=True)}
-        fields[number] = by_name["T"], by_name["W"]
-    return fields
-
-
-def _write(folder: Path, queries: int | None, documents: int | None) -> None:
-    """Write the collection in the layout of TREC."""
-    texts = {number: abstract for number, (_, abstract) in _fields().items()}
-    asked = [line.split("\t") for line in (_CRANFIELD / "queries.tsv").read_text().splitlines()][:queries]
-    names = {number for number, _ in asked}
-    judged = [line.split("\t") for line in (_CRANFIELD / "qrels.tsv").read_text().splitlines()]
-    judged = [[query, number, grade] for query, number, grade in judged if query in names]
-    kept = list(dict.fromkeys([*(number for _, number, _ in judged), *texts]))[:documents]
-    gains = [
-        f"{query} 0 {number} {5 - int(grade) if int(grade) in _GRADES else 0}\n"
-        for query, number, grade in judged
-        if number in kept
-    ]
-    (folder / "documents.tsv").write_text("".join(f"{number}\t{texts[number]}\n" for number in kept))
-    (folder / "queries.tsv").write_text("".join(f"{number}\t{text}\n" for number, text in asked))
-    (folder / "qrels.txt").write_text("".join(gains))
-
-
-def _subject(source: str, tokens: int, examples: list[Example]) -> Subject:
+def _subject(source: str, tokens: int, examples: list[Example], work: Path) -> Subject:
     model = load_model(source, "retrieval")
     task = build_task("retrieval", model, load_tokenizer(source), max_length=tokens)
-    fields = list(_fields().values())
-    spread = [fields[place * len(fields) // (_ABSTRACTS + _TITLES)] for place in range(_ABSTRACTS + _TITLES)]
-    # Each fourth of them gives its title.
-    texts = [title if place % 4 == 3 else abstract for place, (title, abstract) in enumerate(spread)]
+    texts = cranfield_texts(work).read_text().splitlines()
     return of_task("Cranfield", task, model, task.sample_batches(texts), examples, tokens)
 
 
@@ -98,7 +62,7 @@ def _row(title: str, figures: dict[str, float], base: float, seconds: float) -> 
 
 def _table(name: str, tools: list[str], examples: list[Example], work: Path) -> None:
     source, tokens = _MODELS[name]
-    subject = _subject(source(work), tokens, examples)
+    subject = _subject(source(work), tokens, examples, work)
     base = subject.predict(_in_torch(subject))
     score = subject.figures(base, base)["score"]
     print(f"\n### {name}, {len(examples)} queries, {len(base.outputs) - len(examples)} documents, {tokens} tokens\n")
@@ -130,7 +94,6 @@ if __name__ == "__main__":
     print(heading("Retrieval: NDCG@10 and recall@100 on Cranfield"))
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        _write(work, arguments.queries, arguments.documents)
-        examples = load_examples("trec", path=work)
+        examples = load_examples("trec", path=cranfield(work, arguments.queries, arguments.documents))
         for name in arguments.models or _MODELS:
             _table(name, list(arguments.tools), examples, work)

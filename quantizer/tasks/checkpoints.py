@@ -353,7 +353,10 @@ def _modes(source: str, settings: Any, *, with_prompt: bool) -> tuple[str, ...]:
 
 
 _ROLES = (("query",), ("document", "passage", "corpus"))
-"""The names of the prompts of queries and of documents, in the order in which sentence-transformers looks for them."""
+"""The names of the prompts of queries and of documents in sentence-transformers; the first that exists is used.
+
+Without one there is no prompt: the default prompt is for other texts.
+"""
 
 
 def _similarity_and_prompts(source: str) -> tuple[str, list[str]]:
@@ -369,7 +372,7 @@ def _similarity_and_prompts(source: str) -> tuple[str, list[str]]:
     default = settings.get("default_prompt_name")
     prompts = settings.get("prompts")
     prompts = prompts if isinstance(prompts, Mapping) else {}
-    names = [default, *(next((name for name in role if name in prompts), default) for role in _ROLES)]
+    names = [default, *(next((name for name in role if name in prompts), None) for role in _ROLES)]
     for name in filter(None, names):
         if not isinstance(prompts.get(name), str):
             key = "default_prompt_name" if name == default else "prompt"

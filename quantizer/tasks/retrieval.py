@@ -122,8 +122,7 @@ def _mean(values: npt.NDArray[Any], _: npt.NDArray[Any]) -> npt.NDArray[Any]:
 class Retrieval(RankingTask, SentenceEmbedding):
     """Queries and all documents of their collection to embeddings [N + M x E], to rankings, scored by NDCG@10.
 
-    For calibration, a sample is a query with its most relevant document. Prompts are those of ``encode_query`` and
-    ``encode_document`` of sentence-transformers.
+    For calibration, a sample is a query with its most relevant document. Both get their prompts of the model's folder.
     """
 
     name = "retrieval"

@@ -23,7 +23,8 @@ from quantizer.pipeline import benchmark
 from quantizer.pipeline import time_groups as place_groups
 from quantizer.pipeline.load import load_converted
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products")
+# Half a minute of engines; tests/tasks has the scores of both tasks.
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("exact_byte_products", "quick")]
 
 RECALL = {f"recall_at_100{end}" for end in ("", "_difference", "_difference_low", "_difference_high")}
 
@@ -55,7 +56,6 @@ def _search(folder: Path) -> dict[str, Any]:
     return run
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_run_scores_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "search.yaml").write_text(yaml.safe_dump({**_search(tmp_path), "output": str(tmp_path / "done")}))
     assert main(["run", str(tmp_path / "search.yaml")]) == 0
@@ -72,8 +72,6 @@ def test_a_run_scores_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "Recall at 100" in (tmp_path / "done" / "report.html").read_text()
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("quick")
 def test_a_conversion_for_a_search(tmp_path: Path) -> None:
     _search(tmp_path)
     words = [
@@ -95,7 +93,6 @@ def test_a_conversion_for_a_search(tmp_path: Path) -> None:
     assert load_converted(tmp_path / "made" / "openvino")(["a good film"])["last_hidden_state"].shape[0] == 1
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_conversion_of_a_bare_image_encoder(tmp_path: Path) -> None:
     """Without a task and without labels; with labels its images are scored."""
     tiny_dinov2(tmp_path / "dinov2")
@@ -114,8 +111,6 @@ def test_a_conversion_of_a_bare_image_encoder(tmp_path: Path) -> None:
     assert load_converted(folder)(paths)["last_hidden_state"].shape == (2, 17, 32)
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("quick")
 def test_a_bare_image_encoder_needs_no_labels(tmp_path: Path) -> None:
     tiny_dinov2(tmp_path / "dinov2")
     tiny_images(tmp_path / "photos", 8, seed=1)

@@ -13,6 +13,7 @@ import torch
 from sklearn.metrics import ndcg_score
 
 from quantizer.errors import TaskError
+from quantizer.pipeline.context import score_record
 from quantizer.tasks import Documents, Pair, Query, Task, build_task, load_examples, load_model, read_checkpoint
 from quantizer.tasks.checkpoints import read_pooling
 from quantizer.tasks.datasets.examples import content_of
@@ -143,6 +144,19 @@ def test_models_are_compared_on_the_same_queries(task: Task, encoder: Any, tmp_p
     assert len(task.resampled(worse, examples, 20)) == 20
 
 
+def test_the_score_of_an_engine_beside_that_of_float(task: Task, encoder: Any, tmp_path: Path) -> None:
+    examples = load_examples("trec", path=_trec(tmp_path))
+    base = task.predict(lambda batch: encoder(**batch), examples)
+    other = task.predict(lambda batch: -encoder(**batch).last_hidden_state + 0.5, examples)
+    record = score_record("engine", task, base, other, examples, 50)
+    assert (record.metric, record.samples, record.higher_is_better) == ("ndcg_at_10", 2, True)
+    assert record.value == pytest.approx(other.decisions[:, 0].mean())
+    assert record.difference == pytest.approx((other.decisions - base.decisions)[:, 0].mean())
+    assert record.interval is not None
+    assert record.interval[0] <= record.difference <= record.interval[1]
+    assert record.paired.keys() >= {"recall_at_100", "recall_at_100_difference_low", "recall_at_100_difference_high"}
+
+
 # -- the task ----------------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +190,7 @@ def test_queries_and_documents_have_their_prompts(encoder: Any, tokenizer: Any, 
         expected = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 0] for text in prompted]
     np.testing.assert_allclose(outputs, torch.stack(expected), atol=1e-5)
     pooling = read_pooling(saved({"all": "the ", "document": ""}, "all"))
-    assert (pooling.prompt, pooling.query_prompt, pooling.document_prompt) == ("the ", "the ", "")
+    assert (pooling.prompt, pooling.query_prompt, pooling.document_prompt) == ("the ", "", "")
     assert read_pooling(saved(["query"])).query_prompt == ""
     with pytest.raises(TaskError, match="its prompt is 'query', but prompts has no text of this name"):
         read_pooling(saved({"query": 3}))
