@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,8 +28,8 @@ from quantizer.tasks.task import Predictions, Progress, Run, Task, examples_of_k
 NDCG_DEPTH, RECALL_DEPTH = 10, 100
 """The documents of a ranking that NDCG and recall take into account."""
 
-_SCORES_AT_ONCE = 1 << 24
-"""The most similarities that are held at once: 128 MiB."""
+_SCORES_AT_ONCE = 1 << 22
+"""The most similarities that are held at once: 32 MiB."""
 
 
 def nearest(
@@ -79,7 +79,7 @@ class RankingTask(Task):
     @abstractmethod
     def rank(
         self, outputs: npt.NDArray[np.float32], examples: Sequence[Example]
-    ) -> tuple[npt.NDArray[np.int64], Sequence[Mapping[int, float]]]:
+    ) -> tuple[npt.NDArray[np.int64], Iterable[Mapping[int, float]]]:
         """Return the ranking of each query [N x K], and the gains of its relevant documents by index."""
 
     def predict(self, run: Run, examples: Sequence[Example], progress: Progress | None = None) -> Predictions:
@@ -148,7 +148,7 @@ class Retrieval(RankingTask, SentenceEmbedding):
 
     def rank(
         self, outputs: npt.NDArray[np.float32], examples: Sequence[Example]
-    ) -> tuple[npt.NDArray[np.int64], Sequence[Mapping[int, float]]]:
+    ) -> tuple[npt.NDArray[np.int64], Iterable[Mapping[int, float]]]:
         queries = examples_of_kind(examples, Query, self.name)
         embeddings = self.compared_embeddings(outputs)
         return nearest(embeddings[: len(queries)], embeddings[len(queries) :]), [dict(query.gains) for query in queries]
@@ -211,12 +211,14 @@ class ImageFeatureExtraction(RankingTask):
 
     def rank(
         self, outputs: npt.NDArray[np.float32], examples: Sequence[Example]
-    ) -> tuple[npt.NDArray[np.int64], Sequence[Mapping[int, float]]]:
+    ) -> tuple[npt.NDArray[np.int64], Iterable[Mapping[int, float]]]:
         labels = np.array(self._labels(examples))
         embeddings = of_length_one(outputs)
-        gains = [dict.fromkeys(map(int, np.flatnonzero(labels == label)), 1.0) for label in labels]
-        for image, own in enumerate(gains):
-            own.pop(image)
+        same = {label: np.flatnonzero(labels == label).tolist() for label in set(labels)}
+        # One at a time: many images of few labels would need much memory together.
+        gains = (
+            dict.fromkeys((other for other in same[label] if other != image), 1.0) for image, label in enumerate(labels)
+        )
         return nearest(embeddings, embeddings, leave_one_out=True)[:, : len(labels) - 1], gains
 
     def _labels(self, examples: Sequence[Example]) -> list[str]:

@@ -54,7 +54,7 @@ def examples_of_kind(examples: Sequence[Example], kind: type[Kind], task: str) -
         if not isinstance(example, kind):
             raise TaskError(
                 f"task {task!r} needs samples of kind {kind.__name__}, got {type(example).__name__}: use a data set of "
-                f"such samples, like {DATASETS[kind.__name__]}"
+                f"such samples, like {DATASETS[kind.__name__]}, or set the task of your data"
             )
         checked.append(example)
     return checked
