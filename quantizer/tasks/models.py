@@ -81,8 +81,8 @@ def load_model(
     if entry.auto_class == _CAUSAL:
         # A text is read at once, without a cache.
         model.config.use_cache = False
-    if entry.auto_class == _ENCODER:
-        model.sentence_pooling = read_pooling(source)
+    if entry.auto_class == _ENCODER and entry.reads == "text":
+        model.sentence_pooling = read_pooling(source, asymmetric=entry.asymmetric)
     return entry.module_of(model.eval(), tokenizer, texts).eval()
 
 

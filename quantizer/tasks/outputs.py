@@ -137,12 +137,16 @@ class SentencePooling:
         normalize: whether embeddings are scaled to length 1.
         similarity: "cosine" or "dot".
         prompt: the text in front of each sentence.
+        query_prompt: the text in front of each query of a search.
+        document_prompt: the text in front of each document of a search.
     """
 
     modes: tuple[str, ...]
     normalize: bool
     similarity: str = SIMILARITIES[0]
     prompt: str = ""
+    query_prompt: str = ""
+    document_prompt: str = ""
 
     def embeddings(self, hidden_BSD: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [B x E] of sentences."""

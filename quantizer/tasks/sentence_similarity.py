@@ -17,19 +17,15 @@ from quantizer.tasks.task import Predictions, Task, examples_of_kind, tasks
 from quantizer.tasks.zero_shot import EMBEDDING, TextTower, has_text_tower
 
 
-@tasks.add("sentence-similarity")
-class SentenceSimilarity(Task):
-    """Pairs to embeddings [2N x D], to cosines [N], scored by Spearman's correlation with the pairs' scores.
+class SentenceEmbedding(Task):
+    """A task on embeddings of texts, compared by their cosine or dot product.
 
-    Pooling, normalization, prompt and similarity are those of the model's folder. For models of images and texts, the
+    Pooling, normalization, prompts and similarity are those of the model's folder. For models of images and texts, the
     text tower computes the embeddings.
     """
 
-    name = "sentence-similarity"
     auto_class = "AutoModel"
     output_name = "last_hidden_state"
-    metric_name = "spearman"
-    packages = ("scipy",)
     takes_text_tower = True
 
     @classmethod
@@ -43,6 +39,34 @@ class SentenceSimilarity(Task):
         self._tower = isinstance(model, TextTower)
         return super().make_inputs(model, processor, max_length, min_length)
 
+    def collect(self, result: object, batch: Batch) -> Sequence[torch.Tensor]:
+        return list(first_output(result, EMBEDDING)) if self._tower else super().collect(result, batch)
+
+    def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self._pooling.embeddings(output, batch["attention_mask"])
+
+    def compared_embeddings(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """Return embeddings whose dot products are their similarities."""
+        if self._pooling.similarity == "cosine" and not self._pooling.normalize:
+            return of_length_one(outputs)
+        return outputs.astype(np.float64)
+
+
+def of_length_one(embeddings: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Return embeddings [... x D] scaled to length 1; zero vectors stay zero."""
+    values = embeddings.astype(np.float64)
+    lengths: npt.NDArray[np.float64] = np.linalg.norm(values, axis=-1, keepdims=True)
+    return np.asarray(values / np.maximum(lengths, np.finfo(np.float64).tiny))
+
+
+@tasks.add("sentence-similarity")
+class SentenceSimilarity(SentenceEmbedding):
+    """Pairs to embeddings [2N x D], to cosines [N], scored by Spearman's correlation with the pairs' scores."""
+
+    name = "sentence-similarity"
+    metric_name = "spearman"
+    packages = ("scipy",)
+
     def samples(self, examples: Sequence[Example]) -> list[Sample]:
         return [
             f"{self._pooling.prompt}{text}"
@@ -53,16 +77,8 @@ class SentenceSimilarity(Task):
     def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
         return np.array([example.score for example in examples_of_kind(examples, Pair, self.name)], dtype=np.float64)
 
-    def collect(self, result: object, batch: Batch) -> Sequence[torch.Tensor]:
-        return list(first_output(result, EMBEDDING)) if self._tower else super().collect(result, batch)
-
-    def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return self._pooling.embeddings(output, batch["attention_mask"])
-
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-        embeddings = outputs.astype(np.float64)
-        if self._pooling.similarity == "cosine" and not self._pooling.normalize:
-            embeddings /= np.maximum(np.linalg.norm(embeddings, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+        embeddings = self.compared_embeddings(outputs)
         return np.asarray((embeddings[0::2] * embeddings[1::2]).sum(axis=-1))
 
     def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:

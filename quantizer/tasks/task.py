@@ -38,6 +38,7 @@ DATASETS = {
     "Masked": "'image-masks'",
     "Pair": "'stsb-csv', 'hf'",
     "Plain": "'text-lines', 'hf'",
+    "Query": "'beir', 'trec'",
     "Question": "'squad-json', 'hf'",
     "Rewritten": "'text-pairs', 'hf'",
     "Speech": "'transcripts', 'hf'",
@@ -53,7 +54,7 @@ def examples_of_kind(examples: Sequence[Example], kind: type[Kind], task: str) -
         if not isinstance(example, kind):
             raise TaskError(
                 f"task {task!r} needs samples of kind {kind.__name__}, got {type(example).__name__}: use a data set of "
-                f"such samples, like {DATASETS[kind.__name__]}"
+                f"such samples, like {DATASETS[kind.__name__]}, or set the task of your data"
             )
         checked.append(example)
     return checked
@@ -72,9 +73,9 @@ class Predictions:
 
     Attributes:
         outputs: embeddings [N x D], or logits [N x C]; for pairs [2N x D], both texts of a pair one after the other;
-            for tokens [N x S x ...], padded with NaN.
+            for queries [N + M x D], M documents after them; for tokens [N x S x ...], padded with NaN.
         decisions: one per sample [N]: the cosine of a pair (float64), or a label (int64); or one per token [N x S],
-            padded with -1.
+            padded with -1; or the scores of a ranking [N x 2].
     """
 
     outputs: npt.NDArray[np.float32]
@@ -120,6 +121,8 @@ class Task(ABC):
     """Whether the configuration names the labels, instead of the model."""
     takes_text_tower: ClassVar[bool] = False
     """Whether the text tower of a model of images and texts also fits."""
+    asymmetric: ClassVar[bool] = False
+    """Whether queries and documents have prompts of their own."""
     in_parts: ClassVar[bool] = False
     """Whether a model becomes several engines that generate text together."""
     split = False

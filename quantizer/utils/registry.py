@@ -128,6 +128,7 @@ TASKS: Registry[Any] = Registry(
     "task",
     (
         "sentence-similarity",
+        "retrieval",
         "embedding-classification",
         "sequence-classification",
         "token-classification",
@@ -143,6 +144,8 @@ TASKS: Registry[Any] = Registry(
         "semantic-segmentation",
         "depth-estimation",
         "object-detection",
+        # After zero-shot-image-classification: transformers lists CLIP for both.
+        "image-feature-extraction",
         "audio-classification",
         "automatic-speech-recognition",
         "speech-to-text",

@@ -153,7 +153,7 @@ def test_options_and_names_that_do_not_fit(tmp_path: Path) -> None:
     for option in ("split", "subset"):
         with pytest.raises(TaskError, match=f"has no {option}s, but {option}='train'"):
             load_examples("sst2-text", path=tmp_path / "d.txt", **{option: "train"})
-    with pytest.raises(ConfigError, match="unknown data set 'glue'; known: audio-csv, audio-folder, choices-jsonl"):
+    with pytest.raises(ConfigError, match="unknown data set 'glue'; known: audio-csv, audio-folder, beir"):
         load_examples("glue")
     with pytest.raises(TaskError, match="there is no file"):
         read_texts(tmp_path / "a.txt")

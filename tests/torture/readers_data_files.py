@@ -32,6 +32,13 @@ def _make(folder: Path) -> None:
         pixels = np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"image.{ending}")
     (folder / "images.csv").write_text("path,label\nimage.png,0\nimage.jpg,1\n")
+    for name, beir in (("documents", "corpus"), ("queries", "queries")):
+        (folder / f"{name}.tsv").write_text("".join(f"{at}\t{text}\n" for at, text in enumerate(_TEXTS)))
+        entries = [{"_id": str(at), "text": text} for at, text in enumerate(_TEXTS)]
+        (folder / f"{beir}.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    (folder / "qrels.txt").write_text("0 0 1 2\n1 0 1 -1\n3 0 2 1\n")
+    (folder / "qrels").mkdir()
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n0\t1\t2\n1\t1\t0\n")
 
 
 def _examples(name: str, file: str, folder: Path) -> None:
@@ -63,4 +70,10 @@ for _name, _file, _read in (
     ("jsonl", "plain.jsonl", partial(_plain, "plain.jsonl")),
 ):
     kind(Kind(name=_name, make=_make, files=(_file,), how=_TABLE, read=_read))
+_COLLECTIONS = {
+    "trec": ("documents.tsv", "queries.tsv", "qrels.txt"),
+    "beir": ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"),
+}
+for _name, _files in _COLLECTIONS.items():
+    kind(Kind(name=_name, make=_make, files=_files, how=_TABLE, read=partial(_examples, _name, "")))
 kind(Kind(name="image", make=_make, files=("image.png", "image.jpg"), how=(mutations.raw,), read=_image))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from quantizer.tasks.datasets import builtin, examples, files, hub
+from quantizer.tasks.datasets import builtin, examples, files, hub, search
 from quantizer.tasks.datasets.examples import (
     Audio,
     Boxes,
     Choices,
     Depths,
+    Documents,
     Example,
     Image,
     Masked,
     Pair,
     Plain,
+    Query,
     Question,
     Rewritten,
     Speech,
@@ -33,11 +35,13 @@ __all__ = [
     "Boxes",
     "Choices",
     "Depths",
+    "Documents",
     "Example",
     "Image",
     "Masked",
     "Pair",
     "Plain",
+    "Query",
     "Question",
     "Rewritten",
     "Speech",
@@ -55,5 +59,6 @@ __all__ = [
     "read_recordings",
     "read_texts",
     "examples",
+    "search",
     "text_files",
 ]

@@ -21,6 +21,7 @@ import csv
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -104,6 +105,30 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Documents:
+    """The texts of a collection, in a fixed order."""
+
+    texts: tuple[str, ...]
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(repr(self.texts).encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        """Return a short text that identifies the content, because each query names its collection."""
+        return f"Documents({len(self.texts)} texts, SHA-256 {self._digest})"
+
+
+@dataclass(frozen=True)
+class Query:
+    """A query of a search, its relevant documents as (index in the collection, gain above 0), and the collection."""
+
+    text: str
+    gains: tuple[tuple[int, float], ...]
+    documents: Documents
+
+
+@dataclass(frozen=True)
 class Choices:
     """A question, its context or "", the answers to choose from, and the index of the right answer."""
 
@@ -154,6 +179,7 @@ Example: TypeAlias = (
     | Masked
     | Pair
     | Plain
+    | Query
     | Question
     | Rewritten
     | Speech
