@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from quantizer.config.data_section import DataConfig, ModelConfig
+from quantizer.config.layouts import layout_problems
 from quantizer.config.quantizer_section import (
     AmpConfig,
     AxisRange,
@@ -245,8 +246,10 @@ class QatConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**47, description="Seed of the sample order; below 2^47.")
 
 
-Delivery: TypeAlias = Literal["processor", "triton", "gpu_check"]
-"""Additional files for serving the engine."""
+Delivery: TypeAlias = Literal[
+    "processor", "triton", "gpu_check", "openvino", "onnx", "sentence-transformers", "optimum", "transformers-js"
+]
+"""Additional files for serving the engine; the last five are ``LAYOUTS``."""
 
 
 class RunConfig(Section):
@@ -274,7 +277,8 @@ class RunConfig(Section):
         default=(),
         description="Additional files for serving the engine of a checkpoint. 'processor': the tokenizer or image "
         "processor and config.json, for quantizer.load_converted. 'triton': a Triton model repository. "
-        "'gpu_check': a script that checks an engine that was built for the GPU of another machine.",
+        "'gpu_check': a script that checks an engine that was built for the GPU of another machine. 'openvino', "
+        "'onnx', 'sentence-transformers', 'optimum' and 'transformers-js': a folder that this client loads.",
     )
     output: Text = Field(
         default="runs/run",
@@ -447,8 +451,8 @@ def check_run(config: RunConfig) -> None:
     """Check that the target of a run supports its settings, before anything is loaded.
 
     Raises:
-        ConfigError: a list of all formats, precisions, compute capabilities and options that the target or the opset
-            does not support.
+        ConfigError: a list of all formats, precisions, compute capabilities, options and layouts that the target, the
+            opset or the task does not support.
     """
     target = config.quantizer.target
     default, rules = default_format(config.quantizer), rule_formats(config.quantizer)
@@ -470,6 +474,7 @@ def check_run(config: RunConfig) -> None:
         strip_weights=config.engine.strip_weights,
     )
     problems += [f"engine.{problem.place}: {problem.text}" for problem in unsupported]
+    problems += layout_problems(config)
     if problems:
         raise ConfigError(problems)
 
