@@ -10,10 +10,12 @@ from quantizer.engines.openvino.graph_file import write_graph
 from quantizer.errors import TaskError
 from quantizer.pipeline.job import Job
 from quantizer.pipeline.load import write_json
-from quantizer.pipeline.triton import link_onnx
+from quantizer.pipeline.triton import link_file, link_onnx
 from quantizer.tasks import save_processor
 from quantizer.tasks.outputs import MEAN, SentencePooling
 from quantizer.tasks.zero_shot import TextTower
+from quantizer.utils.paths import is_file
+from quantizer.utils.plain_values import json_values
 
 _BROWSER = "transformers-js"
 _SENTENCES = "SentenceTransformer"
@@ -39,6 +41,7 @@ def write_layouts(job: Job, onnx: Path, *, quantized: bool) -> None:
     """Write the layouts of a run into its folder, from the ONNX file of the engine."""
     model: Any = job.model
     task = job.context.task
+    first: Path | None = None
     for layout, known in _layouts(job).items():
         if job.only_sizes:
             # These files are compiled for all sizes.
@@ -47,13 +50,18 @@ def write_layouts(job: Job, onnx: Path, *, quantized: bool) -> None:
         folder = job.target / layout
         graph = folder / (known.file if quantized else known.file.replace("_quantized", ""))
         graph.parent.mkdir(parents=True, exist_ok=True)
-        if graph.suffix == ".xml":
-            write_graph(onnx, graph)
-        else:
+        if graph.suffix == ".onnx":
             link_onnx(onnx, graph)
+        elif first is None:
+            write_graph(onnx, graph)
+            first = graph
+        else:
+            for suffix in (".xml", ".bin"):
+                link_file(first.with_suffix(suffix), graph.with_suffix(suffix))
         if known.classes:
             model.config.save_pretrained(folder)
             save_processor(job.context.processor, model.config, folder)
+            _adapt_tokenizer(folder / "tokenizer_config.json")
         if known.classes.get(task.name) == _SENTENCES:
             pooling = getattr(model, "sentence_pooling", MEAN)
             _write_modules(folder, pooling, model.config.hidden_size, job.config.model.max_length)
@@ -64,6 +72,20 @@ def _layouts(job: Job) -> dict[str, Client]:
     names = [name for name in job.config.deliver if name in LAYOUTS]
     found = {name: client(name, job.config.quantizer.backend) for name in names}
     return {name: known for name, known in found.items() if known is not None}
+
+
+def _adapt_tokenizer(path: Path) -> None:
+    """Replace what only transformers 5 understands in the settings of a tokenizer, because clients use version 4."""
+    if not is_file(path):
+        return
+    settings = json_values(path.read_bytes())
+    assert isinstance(settings, dict)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(extra := settings.get("extra_special_tokens"), list):
+        del settings["extra_special_tokens"]
+        settings["additional_special_tokens"] = extra
+    write_json(path, settings)
 
 
 def _write_modules(folder: Path, pooling: SentencePooling, width: int, max_length: int) -> None:

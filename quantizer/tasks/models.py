@@ -238,8 +238,8 @@ def load_tokenizer(source: str, *, causal: bool = False) -> Any:
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # Without its files, transformers makes an empty one.
         raise TaskError(
-            f"model source {source!r}: it has no tokenizer, or one without a vocabulary; save the tokenizer of the model "
-            "into the same folder, with save_pretrained()"
+            f"model source {source!r}: it has no tokenizer, or one without a vocabulary; save the model's tokenizer "
+            "into the same folder with save_pretrained()"
         )
     if causal:
         tokenizer.padding_side = "right"

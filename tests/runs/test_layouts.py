@@ -126,6 +126,28 @@ def test_the_modules_of_sentence_transformers(
     assert read_json(folder / "config_sentence_transformers.json") == {"similarity_fn_name": similarity}
 
 
+def test_a_tokenizer_that_transformers_4_reads(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "fill-mask", "onnxruntime", "optimum")
+    file = str(checkpoint / "model" / "tokenizer.json")
+    job.context.processor = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=file, pad_token="[PAD]", unk_token="[UNK]", additional_special_tokens=["the"]
+    )
+    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    settings = read_json(tmp_path / "optimum" / "tokenizer_config.json")
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["the"]
+    assert "extra_special_tokens" not in settings
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "optimum")
+    assert again("the film").input_ids == job.context.processor("the film").input_ids
+
+
+def test_layouts_share_their_weights(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "sentence-similarity", "openvino", "openvino", "optimum")
+    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    for suffix in ("xml", "bin"):
+        assert (tmp_path / f"openvino/model.{suffix}").samefile(tmp_path / f"optimum/openvino_model.{suffix}")
+
+
 def test_a_prompt_goes_along(checkpoint: Path, tmp_path: Path) -> None:
     job = job_of(checkpoint, tmp_path, "sentence-similarity", "onnxruntime", "sentence-transformers")
     job.model.sentence_pooling = SentencePooling(("mean",), normalize=True, prompt="query: ")
