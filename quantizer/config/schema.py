@@ -21,12 +21,13 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from quantizer.config.data_section import DataConfig, ModelConfig
-from quantizer.config.layouts import layout_problems
+from quantizer.config.layouts import LAYOUTS, layout_problems
 from quantizer.config.quantizer_section import (
     AmpConfig,
     AxisRange,
     Expects,
     FallbackConfig,
+    OneOf,
     QuantizerConfig,
     Section,
     Text,
@@ -246,10 +247,9 @@ class QatConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**47, description="Seed of the sample order; below 2^47.")
 
 
-Delivery: TypeAlias = Literal[
-    "processor", "triton", "gpu_check", "openvino", "onnx", "sentence-transformers", "optimum", "transformers-js"
-]
-"""Additional files for serving the engine; the last five are ``LAYOUTS``."""
+_DELIVERIES = OneOf(("processor", "triton", "gpu_check", *LAYOUTS))
+Delivery: TypeAlias = Annotated[str, AfterValidator(_DELIVERIES.check), _DELIVERIES]
+"""Additional files for serving the engine."""
 
 
 class RunConfig(Section):
@@ -277,8 +277,8 @@ class RunConfig(Section):
         default=(),
         description="Additional files for serving the engine of a checkpoint. 'processor': the tokenizer or image "
         "processor and config.json, for quantizer.load_converted. 'triton': a Triton model repository. "
-        "'gpu_check': a script that checks an engine that was built for the GPU of another machine. 'openvino', "
-        "'onnx', 'sentence-transformers', 'optimum' and 'transformers-js': a folder that this client loads.",
+        "'gpu_check': a script that checks an engine that was built for the GPU of another machine. The others "
+        "are layouts: folders that this client loads, see docs/how-to/serve-with.md.",
     )
     output: Text = Field(
         default="runs/run",

@@ -1,23 +1,24 @@
-"""The layouts of ``deliver``: folders that other clients load without this package; see ``config/layouts.py``."""
+"""The layouts of ``deliver``: folders that other clients load without this package; see ``plan/targets/clients.py``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from quantizer.config.layouts import LAYOUTS, Client, client
-from quantizer.engines.openvino.graph_file import write_graph
+from quantizer.config.layouts import client
+from quantizer.engines import GraphWriter, backend
 from quantizer.errors import TaskError
 from quantizer.pipeline.job import Job
 from quantizer.pipeline.load import write_json
 from quantizer.pipeline.triton import link_file, link_onnx
+from quantizer.plan.targets.clients import Client
 from quantizer.tasks import save_processor
 from quantizer.tasks.outputs import MEAN, SentencePooling
 from quantizer.tasks.zero_shot import TextTower
 from quantizer.utils.paths import is_file
 from quantizer.utils.plain_values import json_values
 
-_BROWSER = "transformers-js"
+_NEEDS_FAST_TOKENIZER = "transformers-js"
 _SENTENCES = "SentenceTransformer"
 _MODULES = "sentence_transformers.models"
 
@@ -30,7 +31,7 @@ def check_layouts(job: Job) -> None:
             raise TaskError(
                 f"deliver: {layout!r} has no class for the text tower of {model.config.model_type}; remove it"
             )
-        if layout == _BROWSER and not getattr(job.context.processor, "is_fast", True):
+        if layout == _NEEDS_FAST_TOKENIZER and not getattr(job.context.processor, "is_fast", True):
             raise TaskError(
                 f"deliver: {layout!r} needs a tokenizer.json, but the tokenizer of {job.config.model.source} is "
                 f"{type(job.context.processor).__name__}, which writes none; remove it, or use a fast tokenizer"
@@ -53,7 +54,9 @@ def write_layouts(job: Job, onnx: Path, *, quantized: bool) -> None:
         if graph.suffix == ".onnx":
             link_onnx(onnx, graph)
         elif first is None:
-            write_graph(onnx, graph)
+            writer = backend(job.config.quantizer.backend)
+            assert isinstance(writer, GraphWriter)
+            writer.write_graph(onnx, graph)
             first = graph
         else:
             for suffix in (".xml", ".bin"):
@@ -69,8 +72,7 @@ def write_layouts(job: Job, onnx: Path, *, quantized: bool) -> None:
 
 def _layouts(job: Job) -> dict[str, Client]:
     """Return the layouts of a run, by name."""
-    names = [name for name in job.config.deliver if name in LAYOUTS]
-    found = {name: client(name, job.config.quantizer.backend) for name in names}
+    found = {name: client(name, job.config.quantizer.backend) for name in job.config.deliver}
     return {name: known for name, known in found.items() if known is not None}
 
 

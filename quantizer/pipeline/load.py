@@ -29,12 +29,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from quantizer.config.layouts import LAYOUTS
 from quantizer.engines import Array, Engine, TensorSpec, backend, load_engine
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.pipeline.context import engine_run
 from quantizer.pipeline.engine_module import CallForm, EngineModule
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
+from quantizer.plan.targets import profiles
 from quantizer.report import collect_machine, read_record
 from quantizer.tasks import Recordings, Sample, load_processor, read_image, tasks
 from quantizer.tasks.models import empty_model
@@ -395,7 +395,7 @@ def load(
 
 def _refuse_layout(folder: Path) -> None:
     """Raise if a folder is a layout for another client."""
-    graphs = {known.file for clients in LAYOUTS.values() for known in clients.values()}
+    graphs = {known.file for name in profiles.names() for known in profiles[name].layouts.values()}
     ours = is_file(folder / "config.yaml") or next(folder.glob("*.engine"), None) is not None
     if not ours and any(is_file(folder / graph) for graph in graphs):
         raise QuantizerError(

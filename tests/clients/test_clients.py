@@ -211,12 +211,24 @@ def _check_optimum(folder: Path, done: Path, task: str, output: str, given: Call
         assert _sqnr(ours[output], _run(folder, code, "py")) >= LIMITS[backend], backend
 
 
+def _questions(folder: Path) -> str:
+    """Questions about texts, in the format of SQuAD."""
+    texts = (folder / "texts.txt").read_text(encoding="utf-8").splitlines()
+    asked = [
+        {"context": text, "qas": [{"question": "was the film good", "answers": [{"text": text, "answer_start": 0}]}]}
+        for text in texts
+    ]
+    (folder / "questions.json").write_text(json.dumps({"data": [{"paragraphs": asked}]}), encoding="utf-8")
+    return f"squad-json:{folder / 'questions.json'}"
+
+
 @pytest.mark.parametrize("task", HEADS)
 def test_optimum_on_texts(here: Path, task: str) -> None:
     name, output = HEADS[task]
     done = here / "optimum" / task
     words = [*WORDS, "--task", task, "--deliver", "optimum"]
-    _convert(_with_head(here, name), done, *words, data=str(here / "texts.txt"))
+    data = _questions(here) if task == "question-answering" else str(here / "texts.txt")
+    _convert(_with_head(here, name), done, *words, data=data)
 
     def given(served: Any) -> dict[str, Any]:
         texts = [" ".join([*COMMON[:4], GOOD[0]]), " ".join([*COMMON[4:6], BAD[1]])]

@@ -16,7 +16,7 @@ for _package in ("transformers", "onnx", "openvino"):
     pytest.importorskip(_package, reason="layouts need enginequant[hf,onnx,openvino]")
 
 import transformers
-from helpers import read_json
+from helpers import openvino_core, read_json
 from test_serving import write_onnx
 from tiny_run import tiny_run
 
@@ -26,7 +26,7 @@ from quantizer.config import RunConfig
 from quantizer.config.layouts import LAYOUTS, backends_of, client
 from quantizer.config.schema import check_run
 from quantizer.engines.for_this_cpu import cpu_candidates
-from quantizer.engines.openvino.graph_file import write_graph
+from quantizer.engines.openvino.engine import OpenVINOBackend
 from quantizer.errors import ConfigError, EngineError, QuantizerError, TaskError
 from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.fastest_engine import variants_of
@@ -157,9 +157,7 @@ def test_a_prompt_goes_along(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_weights_are_not_rounded_to_half(tmp_path: Path) -> None:
-    from helpers import openvino_core
-
-    write_graph(write_onnx(tmp_path / "model.onnx"), tmp_path / "model.xml")
+    OpenVINOBackend().write_graph(write_onnx(tmp_path / "model.onnx"), tmp_path / "model.xml")
     graph = openvino_core().read_model(tmp_path / "model.xml")
     stored = {node.get_element_type().get_type_name() for node in graph.get_ops() if "Constant" in node.get_type_name()}
     assert stored == {"f32"}
@@ -169,7 +167,7 @@ def test_weights_are_not_rounded_to_half(tmp_path: Path) -> None:
 def test_a_graph_that_openvino_cannot_read(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"damaged")
     with pytest.raises(EngineError, match=r"OpenVINO cannot write .*model\.onnx as model\.xml: "):
-        write_graph(tmp_path / "model.onnx", tmp_path / "model.xml")
+        OpenVINOBackend().write_graph(tmp_path / "model.onnx", tmp_path / "model.xml")
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -219,7 +217,9 @@ def test_a_layout_that_exists() -> None:
 
 
 def test_an_unknown_layout() -> None:
-    with pytest.raises(ValueError, match="'sentence-transformers', 'optimum' or 'transformers-js'"):
+    with pytest.raises(
+        ValueError, match="'processor', 'triton', 'gpu_check', 'openvino', 'sentence-transformers', 'optimum'"
+    ):
         run_of("fill-mask", "openvino", "torchscript")
 
 
@@ -241,7 +241,11 @@ def options(checkpoint: Path, *layouts: str, **changes: Any) -> Mapping[str, Any
 @pytest.mark.parametrize(
     ("layouts", "changes", "said"),
     [
-        (("torchscript",), {}, "--deliver torchscript: expected different names out of openvino, onnx, "),
+        (
+            ("torchscript",),
+            {},
+            "--deliver torchscript: expected different names out of openvino, ",
+        ),
         (("onnx", "onnx"), {}, "--deliver onnx onnx: expected different names out of"),
         (("onnx", "openvino"), {}, "--deliver onnx openvino: no backend writes all of these; name several with"),
         (
@@ -332,7 +336,7 @@ def test_a_layout_is_not_loaded_as_an_engine(checkpoint: Path, tmp_path: Path, l
 
 def test_the_tables_name_what_there_is() -> None:
     assert {name for name in tasks.names() if tasks[name].in_parts} == set(TASKS_IN_PARTS)
-    for clients in LAYOUTS.values():
-        assert all(set(known.classes) <= set(tasks.names()) for known in clients.values())
-        assert set(clients) <= {profiles[name].library for name in profiles.names()}
+    for name in profiles.names():
+        assert all(set(known.classes) <= set(tasks.names()) for known in profiles[name].layouts.values())
+    assert set(LAYOUTS) == {"openvino", "onnx", "sentence-transformers", "optimum", "transformers-js"}
     assert client("optimum", "torch") is None

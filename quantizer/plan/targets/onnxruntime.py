@@ -14,6 +14,10 @@ from quantizer.plan.targets.base import (
     TritonServer,
     profiles,
 )
+from quantizer.plan.targets.clients import PIPELINES, SENTENCES, Client, optimum_classes
+
+_ONNX_ALONE = (("multiple-choice", "MultipleChoice"), ("semantic-segmentation", "SemanticSegmentation"))
+"""Tasks and classes of Optimum for ONNX Runtime alone."""
 
 ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(
@@ -62,6 +66,12 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
                 "execution_mode": "0",
             },
         ),
+        layouts={
+            "onnx": Client("model.onnx"),
+            "sentence-transformers": Client("onnx/model.onnx", SENTENCES),
+            "optimum": Client("model.onnx", optimum_classes("ORT", *_ONNX_ALONE)),
+            "transformers-js": Client("onnx/model_quantized.onnx", PIPELINES, static=True),
+        },
     )
 )
 
