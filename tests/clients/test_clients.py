@@ -12,7 +12,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ for _package in ("transformers", "onnx", "openvino", "onnxruntime"):
     pytest.importorskip(_package, reason="layouts need enginequant[hf,onnx,openvino,onnxruntime]")
 
 import transformers
+from tiny_audio import tiny_ctc, tiny_recordings, tiny_wav2vec2
 from tiny_run import BAD, COMMON, GOOD, tiny_run
-from tiny_vision import tiny_images, tiny_vit
+from tiny_vision import tiny_images, tiny_segformer, tiny_vit
 
 from quantizer import load_converted
 from quantizer.cli.main import main
@@ -48,12 +49,12 @@ FILES["js"] = "import { writeFileSync } from 'node:fs';\nwriteFileSync('outputs.
 WORDS = ["--batch-size", "1", "2", "4", "--seq-len", "8", "16", "32"]
 
 
-def _convert(model: Path, output: Path, *words: str, data: str) -> None:
+def _convert(model: Path, output: Path, *words: str, data: str, backends: Sequence[str] = tuple(LIMITS)) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
         # Of a model as small as this it depends on the CPU which groups are slower in integers.
         patch.setattr(place_groups, "is_faster", lambda *_: False)
-        options = ["--quantization", "--calibration", data, "--backend", "openvino", "onnxruntime", "-o", str(output)]
+        options = ["--quantization", "--calibration", data, "--backend", *backends, "-o", str(output)]
         assert main(["convert", "-m", str(model), *options, *words]) == 0
 
 
@@ -193,8 +194,16 @@ HEADS = {
 }
 
 
-def _check_optimum(folder: Path, done: Path, task: str, output: str, given: Callable[[Any], dict[str, Any]]) -> None:
-    for backend, module in MODULES.items():
+def _check_optimum(
+    folder: Path,
+    done: Path,
+    task: str,
+    output: str,
+    given: Callable[[Any], dict[str, Any]],
+    backends: Sequence[str] = tuple(MODULES),
+) -> None:
+    for backend in backends:
+        module = MODULES[backend]
         served = load_converted(done / backend)
         inputs = given(served)
         np.savez(folder / "given.npz", **inputs)
@@ -235,6 +244,29 @@ def test_optimum_on_texts(here: Path, task: str) -> None:
         return dict(served.processor(texts, padding=True, return_tensors="np"))
 
     _check_optimum(here, done, task, output, given)
+
+
+@pytest.mark.parametrize(
+    ("task", "make"), [("audio-classification", tiny_wav2vec2), ("automatic-speech-recognition", tiny_ctc)]
+)
+def test_optimum_on_recordings(here: Path, tmp_path: Path, task: str, make: Callable[[Path], Path]) -> None:
+    data = str(tiny_recordings(tmp_path / "recordings", 12, seed=1))
+    words = ["--batch-size", "1", "2", "4", "--deliver", "optimum"]
+    _convert(make(tmp_path / "model"), tmp_path / "done", *words, data=data)
+    paths = sorted((tmp_path / "recordings").glob("*/*.wav"))[:2]
+    _check_optimum(tmp_path, tmp_path / "done", task, "logits", lambda served: served.inputs(paths))
+
+
+def test_optimum_on_masks(here: Path, tmp_path: Path) -> None:
+    data = str(tiny_images(tmp_path / "images", 12, seed=1))
+    words = ["--batch-size", "1", "2", "4", "--deliver", "optimum"]
+    _convert(tiny_segformer(tmp_path / "model"), tmp_path / "done", *words, data=data, backends=["onnxruntime"])
+    pictures = sorted((tmp_path / "images").glob("*/*.png"))[:2]
+
+    def given(served: Any) -> dict[str, Any]:
+        return dict(served.inputs(pictures))
+
+    _check_optimum(tmp_path, tmp_path / "done", "semantic-segmentation", "logits", given, ["onnxruntime"])
 
 
 def test_images(here: Path, tmp_path: Path) -> None:

@@ -53,6 +53,6 @@ PIPELINES = {
 """Pipelines of transformers.js."""
 
 
-def optimum_classes(start: str, *more: tuple[str, str]) -> dict[str, str]:
+def optimum_classes(start: str, **more: str) -> dict[str, str]:
     """Return the classes of Optimum that begin with ``start``, and ``more`` of some libraries."""
-    return {task: f"{start}ModelFor{end}" for task, end in (*OPTIMUM.items(), *more)}
+    return {task: f"{start}ModelFor{end}" for task, end in {**OPTIMUM, **more}.items()}

@@ -16,8 +16,11 @@ from quantizer.plan.targets.base import (
 )
 from quantizer.plan.targets.clients import PIPELINES, SENTENCES, Client, optimum_classes
 
-_ONNX_ALONE = (("multiple-choice", "MultipleChoice"), ("semantic-segmentation", "SemanticSegmentation"))
-"""Tasks and classes of Optimum for ONNX Runtime alone."""
+_ONNX_ALONE = {"semantic-segmentation": "SemanticSegmentation"}
+"""Tasks and classes that Optimum has for ONNX Runtime alone.
+
+Its class for multiple choice passes inputs with three axes, where our graphs have two.
+"""
 
 ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(
@@ -69,7 +72,7 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         layouts={
             "onnx": Client("model.onnx"),
             "sentence-transformers": Client("onnx/model.onnx", SENTENCES),
-            "optimum": Client("model.onnx", optimum_classes("ORT", *_ONNX_ALONE)),
+            "optimum": Client("model.onnx", optimum_classes("ORT", **_ONNX_ALONE)),
             "transformers-js": Client("onnx/model_quantized.onnx", PIPELINES, static=True),
         },
     )
