@@ -26,14 +26,20 @@ _MODULES = "sentence_transformers.models"
 def check_layouts(job: Job) -> None:
     """Raise if the loaded model or its tokenizer does not fit a layout."""
     model: Any = job.model
+    task, source = job.context.task.name, job.config.model.source
     for layout, known in _layouts(job).items():
         if known.classes and isinstance(model, TextTower):
             raise TaskError(
                 f"deliver: {layout!r} has no class for the text tower of {model.config.model_type}; remove it"
             )
+        if task in known.unmasked and "attention_mask" in job.context.feed.example():
+            raise TaskError(
+                f"deliver: {layout!r} loads task {task!r} with {known.classes[task]}, which passes no attention mask, "
+                f"but {source} needs one; remove it, or use another backend"
+            )
         if layout == _NEEDS_FAST_TOKENIZER and not getattr(job.context.processor, "is_fast", True):
             raise TaskError(
-                f"deliver: {layout!r} needs a tokenizer.json, but the tokenizer of {job.config.model.source} is "
+                f"deliver: {layout!r} needs a tokenizer.json, but the tokenizer of {source} is "
                 f"{type(job.context.processor).__name__}, which writes none; remove it, or use a fast tokenizer"
             )
 

@@ -252,9 +252,11 @@ def test_optimum_on_texts(here: Path, task: str) -> None:
 def test_optimum_on_recordings(here: Path, tmp_path: Path, task: str, make: Callable[[Path], Path]) -> None:
     data = str(tiny_recordings(tmp_path / "recordings", 12, seed=1))
     words = ["--batch-size", "1", "2", "4", "--deliver", "optimum"]
-    _convert(make(tmp_path / "model"), tmp_path / "done", *words, data=data)
+    # ONNX Runtime's class has no mask, which this recognizer needs.
+    backends = ["openvino"] if make is tiny_ctc else list(MODULES)
+    _convert(make(tmp_path / "model"), tmp_path / "done", *words, data=data, backends=backends)
     paths = sorted((tmp_path / "recordings").glob("*/*.wav"))[:2]
-    _check_optimum(tmp_path, tmp_path / "done", task, "logits", lambda served: served.inputs(paths))
+    _check_optimum(tmp_path, tmp_path / "done", task, "logits", lambda served: served.inputs(paths), backends)
 
 
 def test_optimum_on_masks(here: Path, tmp_path: Path) -> None:

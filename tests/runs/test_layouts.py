@@ -289,6 +289,15 @@ def test_a_text_tower_has_no_class(checkpoint: Path, tmp_path: Path) -> None:
         check_layouts(job)
 
 
+def test_a_mask_that_the_class_does_not_pass(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "automatic-speech-recognition", "onnxruntime", "optimum")
+    job.context.feed = SimpleNamespace(example=lambda: {"input_values": torch.zeros(2, 400)})
+    check_layouts(job)
+    job.context.feed.example = lambda: {"input_values": torch.zeros(2, 400), "attention_mask": torch.ones(2, 400)}
+    with pytest.raises(TaskError, match="passes no attention mask, but my-model needs one; remove"):
+        check_layouts(job)
+
+
 def test_a_tokenizer_without_the_file_that_the_browser_reads(checkpoint: Path, tmp_path: Path) -> None:
     job = job_of(checkpoint, tmp_path, "fill-mask", "onnxruntime", "transformers-js")
     job.context.processor = SimpleNamespace(is_fast=False)

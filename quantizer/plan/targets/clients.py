@@ -13,11 +13,13 @@ class Client:
     Attributes:
         file: the graph in the folder.
         classes: the class or pipeline of the client by task; empty if it takes the graph of any task.
+        unmasked: the tasks whose class passes no attention mask.
         static: whether ranges at run time are left out: in a browser, DynamicQuantizeLinear is far slower.
     """
 
     file: str
     classes: Mapping[str, str] = field(default_factory=dict)
+    unmasked: frozenset[str] = frozenset()
     static: bool = False
 
 

@@ -21,6 +21,8 @@ _ONNX_ALONE = {"semantic-segmentation": "SemanticSegmentation"}
 
 Its class for multiple choice passes inputs with three axes, where our graphs have two.
 """
+_UNMASKED = frozenset({"audio-classification", "automatic-speech-recognition"})
+"""Tasks for which Optimum's class passes the values of a recording alone."""
 
 ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(
@@ -72,7 +74,7 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         layouts={
             "onnx": Client("model.onnx"),
             "sentence-transformers": Client("onnx/model.onnx", SENTENCES),
-            "optimum": Client("model.onnx", optimum_classes("ORT", **_ONNX_ALONE)),
+            "optimum": Client("model.onnx", optimum_classes("ORT", **_ONNX_ALONE), unmasked=_UNMASKED),
             "transformers-js": Client("onnx/model_quantized.onnx", PIPELINES, static=True),
         },
     )
