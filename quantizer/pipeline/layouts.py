@@ -26,8 +26,9 @@ _MODULES = "sentence_transformers.models"
 def check_layouts(job: Job) -> None:
     """Raise if the loaded model or its tokenizer does not fit a layout."""
     model: Any = job.model
-    task, source = job.context.task.name, job.config.model.source
     for layout, known in _layouts(job).items():
+        # A module of a function has no task, and no layouts.
+        task, source = job.context.task.name, job.config.model.source
         if known.classes and isinstance(model, TextTower):
             raise TaskError(
                 f"deliver: {layout!r} has no class for the text tower of {model.config.model_type}; remove it"
