@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: delivered demo test tasks zoo compat pictures gallery nightly structure goldens property torture torture-files torture-faults lint docs bench field figures gpu mutation clean
+.PHONY: delivered demo test tasks zoo compat pictures gallery nightly clients structure goldens property torture torture-files torture-faults lint docs bench field figures gpu mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -35,6 +35,17 @@ torture-faults: $(INSTALLED)
 # What make test leaves out: see docs/design/testing.md.
 nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder -m "nightly and not gpu"
+
+# The clients that load what deliver writes, in an environment of their own (3 GB), and the tests with them. Without npm,
+# those of JavaScript are skipped. The install scripts of npm would only download libraries for GPUs.
+CLIENTS := .clients
+
+clients: $(INSTALLED)
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	cp tests/clients/package.json $(CLIENTS)
+	-npm install --prefix $(CLIENTS) --ignore-scripts --no-audit --no-fund
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly -rs tests/clients
 
 # Rooms, boxes and the arrows between them, files, statements, lines; and how deep a user's call lies when work begins.
 structure: $(INSTALLED)

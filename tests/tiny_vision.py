@@ -80,6 +80,26 @@ def tiny_dinov2(folder: Path) -> Path:
     return folder
 
 
+def tiny_segformer(folder: Path) -> Path:
+    """A segmenter of two stages."""
+    torch.manual_seed(0)
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[8, 16],
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=16,
+        id2label=dict(enumerate(CLASSES)),
+    )
+    transformers.SegformerForSemanticSegmentation(config).save_pretrained(folder)
+    transformers.SegformerImageProcessorPil(size={"height": SIZE, "width": SIZE}).save_pretrained(folder)
+    return folder
+
+
 def tiny_images(folder: Path, count: int, seed: int) -> Path:
     """Noise in several sizes, tinted by its class, as FOLDER/CLASS/NUMBER.png."""
     pick = np.random.default_rng(seed)

@@ -120,6 +120,12 @@ command succeeds."""
             type=float,
             help="minimum SQNR relative to PyTorch in dB (default: 30 quantized, 60 float)",
         )
+        target.add_argument(
+            "--deliver",
+            nargs="+",
+            metavar="LAYOUT",
+            help="further folders for other clients: openvino, onnx, sentence-transformers, optimum, transformers-js",
+        )
         parser.add_argument(
             "--diagnose",
             action="store_true",
@@ -140,7 +146,7 @@ command succeeds."""
         options = {name: value for name, value in vars(args).items() if value is not None}
         for name in ("verb", "parser"):
             del options[name]
-        for name in ("backend", "batch_size", "seq_len", "labels"):
+        for name in ("backend", "batch_size", "seq_len", "labels", "deliver"):
             if name in options:
                 options[name] = tuple(options[name])
         force = options.pop("force")

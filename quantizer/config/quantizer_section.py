@@ -45,9 +45,9 @@ class Expects:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Validator of a field that accepts the names in a registry, including names added later."""
+    """Validator of a field that accepts the names in a registry, including names added later, or some fixed names."""
 
-    registry: Registry[Any]
+    registry: Registry[Any] | tuple[str, ...]
 
     def check(self, name: str) -> str:
         """Return the name if the registry has it.

@@ -21,11 +21,13 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from quantizer.config.data_section import DataConfig, ModelConfig
+from quantizer.config.layouts import LAYOUTS, layout_problems
 from quantizer.config.quantizer_section import (
     AmpConfig,
     AxisRange,
     Expects,
     FallbackConfig,
+    OneOf,
     QuantizerConfig,
     Section,
     Text,
@@ -245,7 +247,8 @@ class QatConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**47, description="Seed of the sample order; below 2^47.")
 
 
-Delivery: TypeAlias = Literal["processor", "triton", "gpu_check"]
+_DELIVERIES = OneOf(("processor", "triton", "gpu_check", *LAYOUTS))
+Delivery: TypeAlias = Annotated[str, AfterValidator(_DELIVERIES.check), _DELIVERIES]
 """Additional files for serving the engine."""
 
 
@@ -274,7 +277,8 @@ class RunConfig(Section):
         default=(),
         description="Additional files for serving the engine of a checkpoint. 'processor': the tokenizer or image "
         "processor and config.json, for quantizer.load_converted. 'triton': a Triton model repository. "
-        "'gpu_check': a script that checks an engine that was built for the GPU of another machine.",
+        "'gpu_check': a script that checks an engine that was built for the GPU of another machine. The others "
+        "are layouts: folders that this client loads, see docs/how-to/serve-with.md.",
     )
     output: Text = Field(
         default="runs/run",
@@ -447,8 +451,8 @@ def check_run(config: RunConfig) -> None:
     """Check that the target of a run supports its settings, before anything is loaded.
 
     Raises:
-        ConfigError: a list of all formats, precisions, compute capabilities and options that the target or the opset
-            does not support.
+        ConfigError: a list of all formats, precisions, compute capabilities, options and layouts that the target, the
+            opset or the task does not support.
     """
     target = config.quantizer.target
     default, rules = default_format(config.quantizer), rule_formats(config.quantizer)
@@ -470,6 +474,7 @@ def check_run(config: RunConfig) -> None:
         strip_weights=config.engine.strip_weights,
     )
     problems += [f"engine.{problem.place}: {problem.text}" for problem in unsupported]
+    problems += layout_problems(config)
     if problems:
         raise ConfigError(problems)
 

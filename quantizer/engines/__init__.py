@@ -16,7 +16,7 @@ from quantizer.engines.backends import (
     observe_engine,
     runs_here,
 )
-from quantizer.engines.base import Array, Backend, BuildOptions, BuildResult, Engine, InputSizes, Progress
+from quantizer.engines.base import Array, Backend, BuildOptions, BuildResult, Engine, GraphWriter, InputSizes, Progress
 from quantizer.engines.measure import PeakMemory, interleaved_latency, medians, peak_memory_mib
 from quantizer.engines.onnx_graph import graph_inspection
 from quantizer.engines.openvino import engine as _openvino
@@ -30,6 +30,7 @@ __all__ = [
     "BuildOptions",
     "BuildResult",
     "Engine",
+    "GraphWriter",
     "InputSizes",
     "Inspection",
     "Layer",

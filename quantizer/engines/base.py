@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -215,6 +215,19 @@ class BuildResult:
     def __repr__(self) -> str:
         warnings = "".join(f", warning: {warning}" for warning in self.warnings)
         return f"BuildResult({str(self.path)!r}, {self.size_bytes / 2**20:.1f} MiB, in {self.seconds:.1f} s{warnings})"
+
+
+@runtime_checkable
+class GraphWriter(Protocol):
+    """A backend whose library has a format of its own for graphs."""
+
+    def write_graph(self, onnx_path: Path, path: Path) -> None:
+        """Write the graph of an ONNX file in that format.
+
+        Raises:
+            EngineError: the library cannot read the file.
+        """
+        ...
 
 
 class Backend(Protocol):

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from quantizer.config import RunConfig, quantizer_config
 from quantizer.config.describe import nearest
+from quantizer.config.layouts import LAYOUTS, backends_of, client
 from quantizer.config.load import Draft, finished_run, run_draft
 from quantizer.config.yaml_file import read_yaml
 from quantizer.engines import backends
@@ -158,7 +159,10 @@ _OF_CHECKPOINTS = (
     "seconds",
     "new_tokens",
     "labels",
+    "deliver",
 )
+_SERVING = ("processor", "triton", "gpu_check")
+"""Files for servers that each conversion of a checkpoint writes."""
 _OF_FUNCTIONS = ("inputs", "weights", "score")
 _OF_QUANTIZATION = ("calibration", "samples", "dtype", "max_drop", "tuning")
 _PLAIN = {"texts": "text", "images": "image", "recordings": "audio"}
@@ -245,7 +249,12 @@ def _checkpoint(draft: Draft, given: Mapping[str, Any]) -> None:
     _sizes(draft, given, task, checkpoint)
     _default(draft, "report.latency_shapes", "all")
     _default(draft, "report.formats", ["json", *(["html"] if find_spec("jinja2") is not None else [])])
-    _default(draft, "deliver", ["processor", "triton", "gpu_check"])
+    if "deliver" in given:
+        _set(draft, "deliver", [*_SERVING, *given["deliver"]], "deliver")
+        if "backend" not in given:
+            # Not all backends of this CPU write these layouts.
+            _default(draft, "quantizer.backend", backends_of(given["deliver"]))
+    _default(draft, "deliver", list(_SERVING))
 
 
 def _require_kind(draft: Draft, given: Mapping[str, Any], reads: str) -> None:
@@ -368,6 +377,10 @@ def _lowered(sizes: Sizes, limit: int | None) -> Sizes:
 
 def _finished(draft: Draft, given: Mapping[str, Any], backend: tuple[str, ...] | None) -> RunConfig:
     """Return the configuration for a backend, for ``auto`` with its candidates, or of the file (None)."""
+    if backend is not None and backend[0] != AUTO and "deliver" in given:
+        # Of several backends, each writes the layouts that it has.
+        own = [name for name in given["deliver"] if client(name, backend[0]) is not None]
+        _set(draft, "deliver", [*_SERVING, *own], "deliver")
     option_text = f"--backend {' '.join(given.get('backend', ()))}"
     if backend is not None:
         candidates = [name for name in backend if name != AUTO]
@@ -423,6 +436,8 @@ def _checkpoint_problems(given: Mapping[str, Any]) -> Iterator[str]:
             f"{names} is only for a module that a function returns, but -m {model} names a checkpoint; remove it, "
             "or name a function, such as -m my_pkg.nets:build"
         )
+    if "deliver" in given:
+        yield from _layout_problems(given["deliver"], given.get("backend"))
     task = given.get("task")
     if task is not None and task not in convertible_tasks():
         similar = nearest(task, convertible_tasks())
@@ -452,6 +467,22 @@ def _checkpoint_problems(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"--samples {given['samples']}: expected at least 1"
     if given.get("seq_len", (2,))[0] == 1:
         yield "--seq-len 1 ...: expected at least 2, because a text has at least a first and a last token"
+
+
+def _layout_problems(layouts: Sequence[str], names: Sequence[str] | None) -> Iterator[str]:
+    """Yield the problems of layouts that are unknown, named twice, or that no backend of the conversion writes."""
+    shown = f"--deliver {' '.join(layouts)}"
+    if not set(layouts) <= set(LAYOUTS) or len(set(layouts)) < len(layouts):
+        yield f"{shown}: expected different names out of {', '.join(LAYOUTS)}"
+    elif names is None and not backends_of(layouts):
+        yield f"{shown}: no backend writes all of these; name several with --backend, and each writes those that it has"
+    elif names is not None and AUTO not in names and set(names) <= set(backends.names()):
+        for layout in layouts:
+            if all(client(layout, name) is None for name in names):
+                yield (
+                    f"--deliver {layout} does not exist for --backend {' '.join(names)}; expected "
+                    f"{' or '.join(backends_of([layout]))}"
+                )
 
 
 def _function_problems(given: Mapping[str, Any]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from quantizer.export.qdq.structure import Signature, read_signature
 from quantizer.pipeline.benchmark import NOT_VERIFIED, deployed
 from quantizer.pipeline.compare_outputs import Reference, is_cache
 from quantizer.pipeline.job import Job
+from quantizer.pipeline.layouts import write_layouts
 from quantizer.pipeline.load import CONFIG, FORMAT, processor_folder, write_json
 from quantizer.pipeline.model_graphs import FLOAT_STEM, GENERATED, QUANTIZED_STEM
 from quantizer.pipeline.time_groups import EngineFiles
@@ -115,6 +116,7 @@ def deliver(job: Job, record: RunRecord) -> str | None:
     stem = FLOAT_STEM if deployed(record) == "float" else QUANTIZED_STEM
     places = {name: job.graphs.files(job.target, stem, name) for name in job.graphs.names}
     signatures = {name: read_signature(files.onnx) for name, files in places.items()}
+    write_layouts(job, places[job.graphs.names[0]].onnx, quantized=job.config.quantize and stem == QUANTIZED_STEM)
     serving = {name: _serving(job, name, places[name], signature) for name, signature in signatures.items()}
     if "processor" not in kinds:
         return None

@@ -23,6 +23,7 @@ from torch import nn
 
 from quantizer.algorithms.make_plan import keeps_batches, replays_batches
 from quantizer.config import QuantizerConfig, RunConfig
+from quantizer.config.layouts import needs_static
 from quantizer.engines import Engine, Inspection, interleaved_latency
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.engines.measure import undisturbed
@@ -266,8 +267,10 @@ def variants_of(config: RunConfig, candidates: Sequence[str]) -> Sequence[Varian
         cpu_candidates(candidates)[0],
         dtype=settings.dtype if config.quantize else None,
         precision=config.engine.inference_precision,
-        # QAT trains the ranges, so that they stay static.
-        dynamic="ranges" not in settings.activations.model_fields_set and config.qat is None,
+        # QAT trains the ranges, and some layouts have no others than those of calibration.
+        dynamic="ranges" not in settings.activations.model_fields_set
+        and config.qat is None
+        and not needs_static(config),
         compiled=config.engine.compiled,
         named=bool(candidates),
     )

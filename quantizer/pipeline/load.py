@@ -34,6 +34,7 @@ from quantizer.errors import EngineError, QuantizerError
 from quantizer.pipeline.context import engine_run
 from quantizer.pipeline.engine_module import CallForm, EngineModule
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
+from quantizer.plan.targets import profiles
 from quantizer.report import collect_machine, read_record
 from quantizer.tasks import Recordings, Sample, load_processor, read_image, tasks
 from quantizer.tasks.models import empty_model
@@ -208,6 +209,7 @@ def load_converted(
     # A conversion is renamed into place as one folder; a run of an encoder-decoder model is the folder itself.
     for place in (path.parent, path):
         restore_folder(place)
+    _refuse_layout(path)
     try:
         config = json_values(regular_file(path / CONFIG).read_bytes())
         if not isinstance(config, dict):
@@ -270,7 +272,7 @@ def processor_folder(task: str) -> str:
     return "tokenizer" if tasks[task].reads == "text" else "processor"
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: Any) -> None:
     """Write a document as indented JSON."""
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -377,6 +379,7 @@ def load(
     """
     path = Path(folder)
     restore_folder(path)
+    _refuse_layout(path)
     backend, measured = _settings(path)
     if is_file(path / f"{ENCODER}.engine"):
         raise QuantizerError(
@@ -388,6 +391,17 @@ def load(
     engine = load_engine(backend, file, threads=measured if threads is None else threads, verify=verify, trust=trust)
     call = CallForm.read(path) or CallForm.by_names(path.absolute().name, engine.input_names, engine.output_names)
     return EngineModule(engine, call)
+
+
+def _refuse_layout(folder: Path) -> None:
+    """Raise if a folder is a layout for another client."""
+    graphs = {known.file for name in profiles.names() for known in profiles[name].layouts.values()}
+    ours = is_file(folder / "config.yaml") or next(folder.glob("*.engine"), None) is not None
+    if not ours and any(is_file(folder / graph) for graph in graphs):
+        raise QuantizerError(
+            f"{folder} is a layout for another client, without an engine; load it with that client (see "
+            "docs/how-to/serve-with.md), or load the folder above it, which has the engine"
+        )
 
 
 def _settings(folder: Path) -> tuple[str, int]:

@@ -39,6 +39,7 @@ from quantizer.pipeline.diagnose_run import DIAGNOSE, wants_diagnosis, with_diag
 from quantizer.pipeline.fastest_engine import for_all_variants, quantizer_of
 from quantizer.pipeline.job import QUANTIZER, Job, Outline
 from quantizer.pipeline.latency_fallback import RunLatencyFallback
+from quantizer.pipeline.layouts import check_layouts
 from quantizer.pipeline.make_record import record_of, write_reports
 from quantizer.pipeline.model_graphs import QUANTIZED_STEM
 from quantizer.pipeline.open_axes import settle_axes
@@ -110,6 +111,7 @@ def load(job: Job) -> None:
     if config.quantize:
         job.quantizer = Quantizer(config.quantizer)
         check_rules(job.quantizer, job.model, config.fallback)
+    check_layouts(job)
     # Scores the float model if a function does that.
     job.work.check()
 

@@ -229,12 +229,18 @@ def load_tokenizer(source: str, *, causal: bool = False) -> Any:
             padding.
 
     Raises:
-        TaskError: there is none, or it has no padding token.
+        TaskError: there is none, or it has no vocabulary or no padding token.
         MissingDependencyError: transformers is not installed.
     """
     where = resolve_source(source)
     with explained(source, "tokenizer"):
         tokenizer = transformers_package().AutoTokenizer.from_pretrained(where, **_NO_CODE)
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        # Without its files, transformers makes an empty one.
+        raise TaskError(
+            f"model source {source!r}: it has no tokenizer, or one without a vocabulary; save the model's tokenizer "
+            "into the same folder with save_pretrained()"
+        )
     if causal:
         tokenizer.padding_side = "right"
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

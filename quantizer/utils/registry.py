@@ -156,3 +156,6 @@ TASKS: Registry[Any] = Registry(
 
 TASKS_OF_RECORDINGS = ("audio-classification", "automatic-speech-recognition", "speech-to-text")
 """Built-in tasks whose ``sequence`` counts the values of a recording, not tokens."""
+
+TASKS_IN_PARTS = ("text-to-text", "speech-to-text")
+"""Built-in tasks whose model becomes several graphs."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image as Picture
+from tiny_vision import tiny_segformer
 
 from quantizer.errors import TaskError
 from quantizer.tasks import Masked, Task, build_task, load_examples, load_model, load_processor
@@ -19,28 +19,9 @@ CLASSES = ("road", "car", "sky")
 SIZE = 32
 
 
-def _segformer(folder: Path) -> Path:
-    torch.manual_seed(0)
-    config = transformers.SegformerConfig(
-        num_encoder_blocks=2,
-        depths=[1, 1],
-        sr_ratios=[2, 1],
-        hidden_sizes=[8, 16],
-        patch_sizes=[7, 3],
-        strides=[4, 2],
-        num_attention_heads=[1, 2],
-        mlp_ratios=[2, 2],
-        decoder_hidden_size=16,
-        id2label=dict(enumerate(CLASSES)),
-    )
-    transformers.SegformerForSemanticSegmentation(config).save_pretrained(folder)
-    transformers.SegformerImageProcessorPil(size={"height": SIZE, "width": SIZE}).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def segformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _segformer(tmp_path_factory.mktemp("segformer"))
+    return tiny_segformer(tmp_path_factory.mktemp("segformer"))
 
 
 @pytest.fixture(scope="module")

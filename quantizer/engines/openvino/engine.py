@@ -41,6 +41,7 @@ from quantizer.engines.openvino.compiled_models import (
 from quantizer.engines.openvino.inspect import observed_layers
 from quantizer.errors import EngineError
 from quantizer.export.qdq.onnx_file import TensorSpec, checked_onnx
+from quantizer.plan.targets.openvino import DYNAMIC_BLOCK
 from quantizer.utils.cpu import cpu_instructions
 from quantizer.utils.lazy import import_library
 from quantizer.utils.paths import existing_file
@@ -150,6 +151,18 @@ class OpenVINOBackend:
             options.progress(1.0, "compile")
         emulated = precision == "bfloat16" and "BF16" not in _capabilities(ov)
         return *((_EMULATED,) if emulated else ()), *models.warnings, *saturation_warnings(self.name, onnx_path)
+
+    def write_graph(self, onnx_path: Path, path: Path) -> None:
+        """Write the graph of an ONNX file to ``path`` (.xml), and its weights beside it (.bin)."""
+        ov = import_library("openvino", "openvino")
+        try:
+            model = ov.Core().read_model(str(onnx_path))
+            # Whoever compiles it uses the block size of our engines.
+            model.set_rt_info(str(DYNAMIC_BLOCK), ["runtime_options", GROUP])
+            # Weights that are not quantized keep their type.
+            ov.save_model(model, str(path), compress_to_fp16=False)
+        except RuntimeError as error:
+            raise EngineError(f"OpenVINO cannot write {onnx_path} as {path.name}: {reason(error)}") from error
 
     def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> OpenVINOEngine:
         """Load an engine file in its inference precision, or compile an ``.onnx`` file for float32.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from quantizer.plan.reasons import ReasonCode, RuleKind
+from quantizer.plan.targets.clients import Client
 from quantizer.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class TritonServer:
 _LARGE_TABLE = 2**18
 """The number of elements from which quantizing an embedding table saves noteworthy space: 768 KiB."""
 
-_OF_NO_PLAN = {"name", "graph_rules", "triton", "library", "packages", "file_magic", "file_domains"}
+_OF_NO_PLAN = {"name", "graph_rules", "triton", "layouts", "library", "packages", "file_magic", "file_domains"}
 _OF_NO_PLAN |= {"auto_rank", "fixed_sizes", "ahead_of_time", "exact_variant", "weight_dtypes", "dynamic", "recurrences"}
 # The effect of these shows in a plan without any choice.
 _OF_NO_PLAN |= {"float_convolutions", "quantizes_outputs"}
@@ -257,6 +258,7 @@ class TargetProfile:
         auto_rank: its rank among the backends of its device if ``auto`` measures nothing; the lowest comes first.
         exact_variant: the backend for CPUs that add products of bytes in 16 bits, if files of this one saturate there.
         triton: the Triton settings of its engines; None: Triton has no backend for them.
+        layouts: the layouts of ``deliver`` that it writes for other clients, by name.
     """
 
     name: str
@@ -298,6 +300,7 @@ class TargetProfile:
     auto_rank: int = 0
     exact_variant: str | None = None
     triton: TritonServer | None = None
+    layouts: Mapping[str, Client] = field(default_factory=dict)
 
     @property
     def reads_dynamic(self) -> bool:

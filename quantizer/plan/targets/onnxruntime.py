@@ -14,6 +14,15 @@ from quantizer.plan.targets.base import (
     TritonServer,
     profiles,
 )
+from quantizer.plan.targets.clients import PIPELINES, SENTENCES, Client, optimum_classes
+
+_ONNX_ALONE = {"semantic-segmentation": "SemanticSegmentation"}
+"""Tasks and classes that Optimum has for ONNX Runtime alone.
+
+Its class for multiple choice passes inputs with three axes, where our graphs have two.
+"""
+_UNMASKED = frozenset({"audio-classification", "automatic-speech-recognition"})
+"""Tasks for which Optimum's class passes the values of a recording alone."""
 
 ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(
@@ -62,6 +71,12 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
                 "execution_mode": "0",
             },
         ),
+        layouts={
+            "onnx": Client("model.onnx"),
+            "sentence-transformers": Client("onnx/model.onnx", SENTENCES),
+            "optimum": Client("model.onnx", optimum_classes("ORT", **_ONNX_ALONE), unmasked=_UNMASKED),
+            "transformers-js": Client("onnx/model_quantized.onnx", PIPELINES, static=True),
+        },
     )
 )
 

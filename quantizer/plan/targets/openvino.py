@@ -15,6 +15,7 @@ from quantizer.plan.targets.base import (
     WrongConvolutions,
     profiles,
 )
+from quantizer.plan.targets.clients import SENTENCES, Client, optimum_classes
 
 DYNAMIC_BLOCK = 128
 """The block size of dynamic ranges in our engines. It is a tenth faster than OpenVINO's default of 32."""
@@ -105,6 +106,11 @@ OPENVINO = profiles.add("openvino")(
                 "with BF16 it uses bfloat16. Convert with --inference-precision bfloat16 to measure that.",
             ),
         ),
+        layouts={
+            "openvino": Client("model.xml"),
+            "sentence-transformers": Client("openvino/openvino_model.xml", SENTENCES),
+            "optimum": Client("openvino_model.xml", optimum_classes("OV")),
+        },
     )
 )
 

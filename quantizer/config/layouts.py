@@ -1,0 +1,66 @@
+"""The layouts in ``deliver`` that a run can write: which backends and tasks have them, and with which ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from quantizer.plan.targets import AUTO, profile, profiles
+from quantizer.plan.targets.clients import Client
+from quantizer.utils.registry import TASKS_IN_PARTS
+
+if TYPE_CHECKING:
+    from quantizer.config.quantizer_section import QuantizerConfig
+    from quantizer.config.schema import RunConfig
+
+LAYOUTS = tuple(dict.fromkeys(layout for name in profiles if name != AUTO for layout in profile(name).layouts))
+"""The layouts of all backends."""
+
+
+def client(layout: str, backend: str) -> Client | None:
+    """Return what a layout holds for a backend; None if it does not exist for it."""
+    return profile(backend).layouts.get(layout)
+
+
+def backends_of(layouts: Sequence[str]) -> list[str]:
+    """Return the backends that write all of these layouts, without variants for certain CPUs."""
+    variants = {profile(name).exact_variant for name in profiles if name != AUTO}
+    names = [name for name in profiles if name != AUTO and name not in variants]
+    return [name for name in names if set(layouts) <= set(profile(name).layouts)]
+
+
+def needs_static(config: RunConfig) -> bool:
+    """Return whether a layout of a run has no ranges at run time."""
+    profiles_of_layouts = [profile(name).layouts for name in profiles if name != AUTO]
+    return any(name in known and known[name].static for name in config.deliver for known in profiles_of_layouts)
+
+
+def layout_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the problems of the layouts in ``deliver`` with the backend, the task and the ranges of a run."""
+    for layout in config.deliver:
+        if layout in LAYOUTS and config.model.task is not None:
+            yield from _problems(layout, config.model.task, config.quantizer)
+
+
+def _problems(layout: str, task: str, settings: QuantizerConfig) -> Iterator[str]:
+    key = f"deliver: {layout!r}"
+    if task in TASKS_IN_PARTS:
+        yield f"{key} holds one graph, but a model of task {task!r} has several; remove it"
+        return
+    if settings.backend == AUTO and not settings.candidates:
+        written = ", ".join(backends_of([layout]))
+        yield f"{key} does not exist for every backend of {AUTO!r}; expected quantizer.backend: [{written}]"
+        return
+    ranges = (settings.activations.ranges, *(rule.activations for rule in settings.formats))
+    for backend in settings.candidates or (settings.backend,):
+        known = client(layout, backend)
+        if known is None:
+            yield f"{key} does not exist for backend {backend}; expected {' or '.join(backends_of([layout]))}"
+            continue
+        if known.classes and task not in known.classes:
+            yield (
+                f"{key} has no class for task {task!r} with backend {backend}; remove it, or use one of the tasks "
+                f"{', '.join(known.classes)}"
+            )
+        if known.static and "dynamic" in ranges:
+            yield f"{key} needs ranges from calibration, but activations are 'dynamic'; remove one of the two"

@@ -1,0 +1,351 @@
+"""Layouts for other clients: file names and metadata, and what is refused. The clients: tests/clients."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+for _package in ("transformers", "onnx", "openvino"):
+    pytest.importorskip(_package, reason="layouts need enginequant[hf,onnx,openvino]")
+
+import transformers
+from helpers import openvino_core, read_json
+from test_serving import write_onnx
+from tiny_run import tiny_run
+
+import quantizer
+from quantizer.cli.main import main
+from quantizer.config import RunConfig
+from quantizer.config.layouts import LAYOUTS, backends_of, client
+from quantizer.config.schema import check_run
+from quantizer.engines.for_this_cpu import cpu_candidates
+from quantizer.engines.openvino.engine import OpenVINOBackend
+from quantizer.errors import ConfigError, EngineError, QuantizerError, TaskError
+from quantizer.pipeline.convert_options import conversion_configs
+from quantizer.pipeline.fastest_engine import variants_of
+from quantizer.pipeline.layouts import check_layouts, write_layouts
+from quantizer.plan.targets import profiles
+from quantizer.tasks import tasks
+from quantizer.tasks.outputs import SentencePooling
+from quantizer.tasks.zero_shot import TextTower
+from quantizer.utils.registry import TASKS_IN_PARTS
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny classifier, its tokenizer and data."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_run(folder)
+    return folder
+
+
+def job_of(checkpoint: Path, target: Path, task: str, backend: str, *layouts: str, **changes: Any) -> Any:
+    """The parts of a job that layouts are written from, with a graph of one operator."""
+    write_onnx(target / "model.onnx")
+    config = {"deliver": layouts, "quantizer": SimpleNamespace(backend=backend)}
+    config["model"] = SimpleNamespace(max_length=48, source="my-model")
+    facts = {
+        "config": SimpleNamespace(**config),
+        "target": target,
+        "model": transformers.AutoModel.from_pretrained(checkpoint / "model"),
+        "context": SimpleNamespace(
+            task=SimpleNamespace(name=task),
+            processor=transformers.AutoTokenizer.from_pretrained(checkpoint / "model"),
+        ),
+        "only_sizes": (),
+    }
+    return SimpleNamespace(**{**facts, **changes})
+
+
+def written(target: Path) -> set[str]:
+    """The files below a folder, without the graph that they were written from."""
+    paths = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    return paths - {"model.onnx"}
+
+
+HUB = {"config.json", "tokenizer.json", "tokenizer_config.json"}
+"""What transformers writes beside a graph."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout", "graphs"),
+    [
+        ("openvino", "openvino", {"model.xml", "model.bin"}),
+        ("onnxruntime", "onnx", {"model.onnx"}),
+        ("openvino-avx2", "optimum", {"openvino_model.xml", "openvino_model.bin", *HUB}),
+        ("onnxruntime-avx2", "optimum", {"model.onnx", *HUB}),
+        ("onnxruntime", "transformers-js", {"onnx/model_quantized.onnx", *HUB}),
+        ("onnxruntime", "sentence-transformers", {"onnx/model.onnx", *HUB}),
+        ("openvino", "sentence-transformers", {"openvino/openvino_model.xml", "openvino/openvino_model.bin", *HUB}),
+    ],
+)
+def test_the_files_of_a_layout(checkpoint: Path, tmp_path: Path, backend: str, layout: str, graphs: set[str]) -> None:
+    job = job_of(checkpoint, tmp_path, "sequence-classification", backend, "processor", layout)
+    check_layouts(job)
+    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    assert written(tmp_path) == {f"{layout}/{name}" for name in graphs}
+    if graphs >= HUB:
+        assert read_json(tmp_path / layout / "config.json")["model_type"] == "bert"
+
+
+def test_a_float_model_is_not_called_quantized(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "sequence-classification", "onnxruntime", "transformers-js")
+    write_layouts(job, tmp_path / "model.onnx", quantized=False)
+    assert written(tmp_path) == {f"transformers-js/{name}" for name in {"onnx/model.onnx", *HUB}}
+
+
+@pytest.mark.parametrize(
+    ("pooling", "modules"),
+    [
+        (None, ["Transformer", "Pooling", "Normalize"]),
+        (SentencePooling(("cls", "max"), normalize=False, similarity="dot"), ["Transformer", "Pooling"]),
+    ],
+)
+def test_the_modules_of_sentence_transformers(
+    checkpoint: Path, tmp_path: Path, pooling: SentencePooling | None, modules: list[str]
+) -> None:
+    job = job_of(checkpoint, tmp_path, "sentence-similarity", "openvino", "sentence-transformers")
+    if pooling is not None:
+        job.model.sentence_pooling = pooling
+    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    folder = tmp_path / "sentence-transformers"
+    entries = read_json(folder / "modules.json")
+    assert [entry["type"].rpartition(".")[2] for entry in entries] == modules
+    assert all((folder / entry["path"]).is_dir() for entry in entries)
+    expected = "mean" if pooling is None else ["cls", "max"]
+    assert read_json(folder / "1_Pooling/config.json") == {"word_embedding_dimension": 32, "pooling_mode": expected}
+    assert read_json(folder / "sentence_bert_config.json")["max_seq_length"] == 48
+    similarity = "cosine" if pooling is None else "dot"
+    assert read_json(folder / "config_sentence_transformers.json") == {"similarity_fn_name": similarity}
+
+
+def test_a_tokenizer_that_transformers_4_reads(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "fill-mask", "onnxruntime", "optimum")
+    file = str(checkpoint / "model" / "tokenizer.json")
+    job.context.processor = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=file, pad_token="[PAD]", unk_token="[UNK]", additional_special_tokens=["the"]
+    )
+    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    settings = read_json(tmp_path / "optimum" / "tokenizer_config.json")
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["the"]
+    assert "extra_special_tokens" not in settings
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "optimum")
+    assert again("the film").input_ids == job.context.processor("the film").input_ids
+
+
+def test_layouts_share_their_weights(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "sentence-similarity", "openvino", "openvino", "optimum")
+    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    for suffix in ("xml", "bin"):
+        assert (tmp_path / f"openvino/model.{suffix}").samefile(tmp_path / f"optimum/openvino_model.{suffix}")
+
+
+def test_a_prompt_goes_along(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "sentence-similarity", "onnxruntime", "sentence-transformers")
+    job.model.sentence_pooling = SentencePooling(("mean",), normalize=True, prompt="query: ")
+    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    settings = read_json(tmp_path / "sentence-transformers" / "config_sentence_transformers.json")
+    assert settings["prompts"] == {settings["default_prompt_name"]: "query: "}
+
+
+def test_weights_are_not_rounded_to_half(tmp_path: Path) -> None:
+    OpenVINOBackend().write_graph(write_onnx(tmp_path / "model.onnx"), tmp_path / "model.xml")
+    graph = openvino_core().read_model(tmp_path / "model.xml")
+    stored = {node.get_element_type().get_type_name() for node in graph.get_ops() if "Constant" in node.get_type_name()}
+    assert stored == {"f32"}
+    assert graph.get_rt_info(["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"]).astype(str) == "128"
+
+
+def test_a_graph_that_openvino_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"damaged")
+    with pytest.raises(EngineError, match=r"OpenVINO cannot write .*model\.onnx as model\.xml: "):
+        OpenVINOBackend().write_graph(tmp_path / "model.onnx", tmp_path / "model.xml")
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def run_of(task: str, backend: str | list[str], *layouts: str, **quantizer: Any) -> RunConfig:
+    data = {"calibration": {"name": "text-csv", "path": "a.csv"}}
+    model = {"source": "my-model", "task": task}
+    values = {"model": model, "data": data, "quantizer": {"backend": backend, **quantizer}, "deliver": list(layouts)}
+    return RunConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            run_of("sequence-classification", "torch", "openvino"),
+            "deliver: 'openvino' does not exist for backend torch; expected openvino",
+        ),
+        (
+            run_of("sequence-classification", ["openvino", "torch"], "optimum"),
+            "deliver: 'optimum' does not exist for backend torch; expected openvino or onnxruntime",
+        ),
+        (
+            run_of("sequence-classification", "auto", "sentence-transformers"),
+            "does not exist for every backend of 'auto'; expected quantizer.backend: [openvino, onnxruntime]",
+        ),
+        (
+            run_of("depth-estimation", "openvino", "optimum"),
+            "deliver: 'optimum' has no class for task 'depth-estimation' with backend openvino; remove it, or use one",
+        ),
+        (run_of("text-to-text", "openvino", "openvino"), "a model of task 'text-to-text' has several; remove it"),
+        (
+            run_of("fill-mask", "onnxruntime", "transformers-js", activations={"ranges": "dynamic"}),
+            "deliver: 'transformers-js' needs ranges from calibration, but activations are 'dynamic'; remove one",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_exist(config: RunConfig, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_run(config)
+
+
+def test_a_layout_that_exists() -> None:
+    check_run(run_of("sequence-classification", ["openvino", "onnxruntime"], "optimum", "sentence-transformers"))
+    check_run(run_of("depth-estimation", "openvino", "openvino", "triton"))
+
+
+def test_an_unknown_layout() -> None:
+    with pytest.raises(
+        ValueError, match="'processor', 'triton', 'gpu_check', 'openvino', 'sentence-transformers', 'optimum'"
+    ):
+        run_of("fill-mask", "openvino", "torchscript")
+
+
+def test_the_choice_of_an_engine_keeps_ranges_static_where_the_layout_needs_it() -> None:
+    (backend,), _ = cpu_candidates(("onnxruntime",))
+    for layouts in ((), ("transformers-js",)):
+        config = run_of("fill-mask", [backend], *layouts)
+        dynamic = any(variant.dynamic for variant in variants_of(config, [backend]))
+        assert dynamic is (not layouts and profiles[backend].dynamic is not None)
+
+
+def options(checkpoint: Path, *layouts: str, **changes: Any) -> Mapping[str, Any]:
+    data = f"text-csv:{checkpoint / 'calibration.csv'}"
+    model = str(checkpoint / "model")
+    given = {"model": model, "quantization": True, "calibration": data, "output": Path("out"), "deliver": layouts}
+    return {**given, **changes}
+
+
+@pytest.mark.parametrize(
+    ("layouts", "changes", "said"),
+    [
+        (
+            ("torchscript",),
+            {},
+            "--deliver torchscript: expected different names out of openvino, ",
+        ),
+        (("onnx", "onnx"), {}, "--deliver onnx onnx: expected different names out of"),
+        (("onnx", "openvino"), {}, "--deliver onnx openvino: no backend writes all of these; name several with"),
+        (
+            ("openvino", "transformers-js"),
+            {"backend": ("openvino",)},
+            "--deliver transformers-js does not exist for --backend openvino; expected onnxruntime",
+        ),
+    ],
+)
+def test_options_that_do_not_fit(
+    checkpoint: Path, layouts: tuple[str, ...], changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        conversion_configs(options(checkpoint, *layouts, **changes))
+
+
+def test_layouts_are_for_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for model in ("my_pkg.nets:build", "my-net.onnx"):
+        assert main(["convert", "-m", model, "--deliver", "onnx", "-o", str(tmp_path / "out")]) != 0
+        assert "--deliver is only for checkpoints, but" in " ".join(capsys.readouterr().err.split())
+
+
+def test_each_backend_writes_the_layouts_that_it_has(checkpoint: Path) -> None:
+    several = conversion_configs(
+        options(checkpoint, "openvino", "onnx", "optimum", backend=("openvino", "onnxruntime"))
+    )
+    common = ("processor", "triton", "gpu_check")
+    assert [config.deliver for config in several] == [(*common, "openvino", "optimum"), (*common, "onnx", "optimum")]
+    (chosen,) = conversion_configs(options(checkpoint, "optimum"))
+    assert chosen.quantizer.candidates == ("openvino", "onnxruntime")
+    (alone,) = conversion_configs(options(checkpoint, "transformers-js"))
+    assert alone.quantizer.candidates == ("onnxruntime",)
+
+
+def test_a_text_tower_has_no_class(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "sentence-similarity", "openvino", "openvino", "optimum")
+    job.model = TextTower.__new__(TextTower)
+    torch.nn.Module.__init__(job.model)
+    job.model.config = transformers.CLIPTextConfig()
+    with pytest.raises(TaskError, match="deliver: 'optimum' has no class for the text tower of clip_text_model"):
+        check_layouts(job)
+
+
+def test_a_mask_that_the_class_does_not_pass(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "automatic-speech-recognition", "onnxruntime", "optimum")
+    job.context.feed = SimpleNamespace(example=lambda: {"input_values": torch.zeros(2, 400)})
+    check_layouts(job)
+    job.context.feed.example = lambda: {"input_values": torch.zeros(2, 400), "attention_mask": torch.ones(2, 400)}
+    with pytest.raises(TaskError, match="passes no attention mask, but my-model needs one; remove"):
+        check_layouts(job)
+
+
+def test_a_tokenizer_without_the_file_that_the_browser_reads(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "fill-mask", "onnxruntime", "transformers-js")
+    job.context.processor = SimpleNamespace(is_fast=False)
+    with pytest.raises(TaskError, match=r"needs a tokenizer\.json, but the tokenizer of my-model is SimpleNamespace"):
+        check_layouts(job)
+
+
+def test_a_model_without_a_tokenizer(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(checkpoint / "model", tmp_path / "model")
+    for file in (tmp_path / "model").glob("*token*"):
+        file.unlink()
+    words = ["--quantization", "--calibration", f"text-csv:{checkpoint / 'calibration.csv'}", "--deliver", "onnx"]
+    assert main(["convert", "-m", str(tmp_path / "model"), *words, "-o", str(tmp_path / "out")]) != 0
+    assert "it has no tokenizer, or one without a vocabulary; save the" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_exists(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--quantization", "--calibration", f"text-csv:{checkpoint / 'calibration.csv'}", "--deliver", "openvino"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.xml").write_text("mine")
+    assert main(["convert", "-m", str(checkpoint / "model"), *words, "-o", str(tmp_path / "out"), "--force"]) != 0
+    assert "contains 'model.xml'" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "out" / "model.xml").read_text() == "mine"
+
+
+def test_an_engine_for_some_sizes_has_no_layouts(checkpoint: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    timer = SimpleNamespace(say=said.append)
+    job = job_of(checkpoint, tmp_path, "fill-mask", "openvino", "openvino", only_sizes=({"batch": 1},), timer=timer)
+    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    assert said == ["warning: deliver: 'openvino' is not written, because the engine accepts only some sizes"]
+    assert written(tmp_path) == set()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_is_not_loaded_as_an_engine(checkpoint: Path, tmp_path: Path, layout: str) -> None:
+    (backend,) = backends_of([layout])[-1:]
+    job = job_of(checkpoint, tmp_path, "sequence-classification", backend, layout)
+    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    for load in (quantizer.load, quantizer.load_converted):
+        with pytest.raises(QuantizerError, match=rf"{layout} is a layout for another client, without an engine; load"):
+            load(tmp_path / layout)
+
+
+def test_the_tables_name_what_there_is() -> None:
+    assert {name for name in tasks.names() if tasks[name].in_parts} == set(TASKS_IN_PARTS)
+    for name in profiles.names():
+        assert all(set(known.classes) <= set(tasks.names()) for known in profiles[name].layouts.values())
+    assert set(LAYOUTS) == {"openvino", "onnx", "sentence-transformers", "optimum", "transformers-js"}
+    assert client("optimum", "torch") is None
