@@ -110,6 +110,8 @@ def _write_modules(folder: Path, pooling: SentencePooling, width: int, max_lengt
     modes = pooling.modes[0] if len(pooling.modes) == 1 else list(pooling.modes)
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": width, "pooling_mode": modes})
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
-    prompt = {"prompts": {"default": pooling.prompt}, "default_prompt_name": "default"} if pooling.prompt else {}
-    similarity = {"similarity_fn_name": pooling.similarity}
-    write_json(folder / "config_sentence_transformers.json", {**prompt, **similarity})
+    known = {"default": pooling.prompt, "query": pooling.query_prompt, "document": pooling.document_prompt}
+    prompts = {name: text for name, text in known.items() if text}
+    settings: dict[str, Any] = {"prompts": prompts} if prompts else {}
+    settings |= {"default_prompt_name": "default"} if pooling.prompt else {}
+    write_json(folder / "config_sentence_transformers.json", {**settings, "similarity_fn_name": pooling.similarity})

@@ -156,6 +156,15 @@ def test_a_prompt_goes_along(checkpoint: Path, tmp_path: Path) -> None:
     assert settings["prompts"] == {settings["default_prompt_name"]: "query: "}
 
 
+def test_prompts_of_queries_and_documents_go_along(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "retrieval", "onnxruntime", "sentence-transformers")
+    job.model.sentence_pooling = SentencePooling(("cls",), normalize=True, query_prompt="q: ", document_prompt="d: ")
+    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    settings = read_json(tmp_path / "sentence-transformers" / "config_sentence_transformers.json")
+    assert settings["prompts"] == {"query": "q: ", "document": "d: "}
+    assert "default_prompt_name" not in settings
+
+
 def test_weights_are_not_rounded_to_half(tmp_path: Path) -> None:
     OpenVINOBackend().write_graph(write_onnx(tmp_path / "model.onnx"), tmp_path / "model.xml")
     graph = openvino_core().read_model(tmp_path / "model.xml")

@@ -25,6 +25,7 @@ class Client:
 
 SENTENCES = {
     "embedding-classification": "SentenceTransformer",
+    "retrieval": "SentenceTransformer",
     "sentence-similarity": "SentenceTransformer",
     "sequence-classification": "CrossEncoder",
 }
@@ -37,6 +38,7 @@ OPTIMUM = {
     "fill-mask": "MaskedLM",
     "image-classification": "ImageClassification",
     "question-answering": "QuestionAnswering",
+    "retrieval": "FeatureExtraction",
     "sentence-similarity": "FeatureExtraction",
     "sequence-classification": "SequenceClassification",
     "token-classification": "TokenClassification",
@@ -48,6 +50,7 @@ PIPELINES = {
     "fill-mask": "fill-mask",
     "image-classification": "image-classification",
     "question-answering": "question-answering",
+    "retrieval": "feature-extraction",
     "sentence-similarity": "feature-extraction",
     "sequence-classification": "text-classification",
     "token-classification": "token-classification",
