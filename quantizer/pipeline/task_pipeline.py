@@ -163,8 +163,8 @@ def _padded(converted: Converted, inputs: Mapping[str, Array]) -> tuple[dict[str
                 continue
             if have > size:
                 raise QuantizerError(
-                    f"{name} has the length {have}, but the engine was built for at most {size}: cut the {reads}, or "
-                    "convert the model with a larger --seq-len"
+                    f"{name} has the length {have}, but the engine was built for at most {size}: pass a shorter "
+                    f"{reads}, or convert the model for longer ones (--seq-len, --seconds)"
                 )
             widths[axis] = (size - have, 0) if left else (0, size - have)
             if shape[axis] == SEQUENCE and reads == "text":
