@@ -162,6 +162,7 @@ def test_pages_and_metadata_say_the_same() -> None:
 
 
 def test_a_version_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="install enginequant[hf]")
     _installed(monkeypatch, {"transformers": "5.24"})
     require_supported("transformers")
     monkeypatch.setattr(metadata, "version", lambda name: "4.57.6")
