@@ -49,7 +49,7 @@ of `constraints.txt`, these folders of `tests` pass, as with Python 3.11:
 
 | Python | folders |
 |---|---|
-| 3.12.1 | `rewrite` |
+| 3.12.1 | `rewrite`, `plan`, `config` |
 | 3.13.0 | `rewrite`, `proxy`, `plan`, `config`, `cli`, `numerics` |
 | 3.14.8 | `rewrite`, `plan`, `config` |
 
