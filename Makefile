@@ -110,7 +110,8 @@ zoo: $(INSTALLED)
 	$(BIN)/python benchmarks/zoo --exports
 	$(BIN)/python benchmarks/zoo --peers
 
-# A model of each family with older and newer torch and transformers, docs/compatibility.md, in about an hour. Each
+# A model of each family with other versions of torch and transformers, docs/compatibility.md, in about an hour; with
+# another Python: python benchmarks/compat --python python3.13 --torch 2.13.0 --transformers 5.24.0. Each
 # torch is downloaded into an environment of its own, of up to 8 GB, and deleted. Run again it goes on.
 compat: $(INSTALLED)
 	$(BIN)/python benchmarks/compat

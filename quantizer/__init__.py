@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quantizer.integrations.in_place import QATCalibrate
     from quantizer.pipeline.load import load, load_converted
     from quantizer.pipeline.quantize_model import QuantizedModel, quantize_model
+    from quantizer.pipeline.task_pipeline import load_pipeline
     from quantizer.pipeline.time_groups import measure_latency_costs
     from quantizer.quantizer import Quantizer
     from quantizer.report.compare_shown import compare_runs
@@ -31,6 +32,7 @@ __all__ = [
     "functional",
     "load",
     "load_converted",
+    "load_pipeline",
     "measure_latency_costs",
     "quantize_model",
 ]
@@ -47,6 +49,7 @@ _MODULE_OF = {
     "from_onnx": "quantizer.tasks.from_onnx",
     "load": "quantizer.pipeline.load",
     "load_converted": "quantizer.pipeline.load",
+    "load_pipeline": "quantizer.pipeline.task_pipeline",
     "measure_latency_costs": "quantizer.pipeline.time_groups",
     "quantize_model": "quantizer.pipeline.quantize_model",
 }

@@ -91,7 +91,7 @@ SCRIPTS = {
     "lower": Script((), frozenset({"my-quantizer"})),
     "plain-torch-nets": Script((), frozenset({"w.safetensors"}), imports=(("data.py", "plain-torch-data"),)),
     "plain-torch-data": Script(),
-    "migrate-pytorch-quantization": Script(),
+    "migrate-pytorch-quantization": Script(("onnx", "onnxscript"), frozenset({"by-torch.onnx", "model.onnx"})),
     "migrate-modelopt": Script(),
     "migrate-nncf": Script(),
     "migrate-torch-quant": Script(),

@@ -51,6 +51,7 @@ def test_the_public_names() -> None:
         "functional",
         "load",
         "load_converted",
+        "load_pipeline",
         "measure_latency_costs",
         "quantize_model",
     ]

@@ -132,11 +132,20 @@ def test_a_page_of_pairs_says_what_is_ok_and_why_the_rest_is_not(monkeypatch: py
     done = {"stage": "engine", "engine": "ok", "share": 1.0}
     patches = {"operator patches": {"refused": ["a mask"]}}
     models = {**patches, "bert": done, "vit": {**done, "share": 0.5}, "t5": {"stage": "off", "off": "other | values"}}
-    pair = {"torch": "2.10.0", "transformers": "5.10.0", "day": "2026-01-01", "failed": "it ended", "rows": models}
-    lines = page({"a": pair, "b": {**pair, "transformers": "5.9.0", "rows": {}}}, ["a", "c"]).splitlines()
-    rows = [line for line in lines if line.startswith("| 2.")]
-    assert rows[0] == "| 2.10.0 | 5.9.0 |" + " (1) |" * 8
-    assert rows[1] == "| 2.10.0 | 5.10.0 | ok | (1) | (1) | 50.0% | (1) | (2) | (1) | (1) |"
+    pair = {
+        "python": "3.9",
+        "torch": "2.10.0",
+        "transformers": "5.10.0",
+        "day": "2026-01-01",
+        "failed": "it ended",
+        "rows": models,
+    }
+    others = {"b": {**pair, "transformers": "5.9.0", "rows": {}}, "d": {**pair, "python": "3.10", "rows": {}}}
+    lines = page({"a": pair, **others}, ["a", "c"]).splitlines()
+    rows = [line for line in lines if line.startswith("| 3.")]
+    assert rows[0] == "| 3.9 | 2.10.0 | 5.9.0 |" + " (1) |" * 8
+    assert rows[2] == "| 3.10 | 2.10.0 | 5.10.0 |" + " (1) |" * 8
+    assert rows[1] == "| 3.9 | 2.10.0 | 5.10.0 | ok | (1) | (1) | 50.0% | (1) | (2) | (1) | (1) |"
     assert {"| (1) | it ended |", "| (2) | off: other / values |"} < set(lines)
     assert "| torch 2.10.0 and transformers 5.10.0 | a mask |" in lines
     assert [line for line in lines if line in ("- a", "- b", "- c")] == ["- c"]
@@ -153,6 +162,7 @@ def test_pages_and_metadata_say_the_same() -> None:
 
 
 def test_a_version_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="install enginequant[hf]")
     _installed(monkeypatch, {"transformers": "5.24"})
     require_supported("transformers")
     monkeypatch.setattr(metadata, "version", lambda name: "4.57.6")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,10 +56,10 @@ class Environment:
 
 
 @contextmanager
-def environment(work: Path, log: Path) -> Iterator[Environment]:
-    """An environment in a folder of ``work``, which is deleted at the end: it takes gigabytes."""
+def environment(interpreter: str, work: Path, log: Path) -> Iterator[Environment]:
+    """An environment of an interpreter in a folder of ``work``, which is deleted at the end: it takes gigabytes."""
     with tempfile.TemporaryDirectory(dir=work, prefix="venv-") as folder:
-        subprocess.run([sys.executable, "-P", "-m", "venv", folder], check=True)
+        subprocess.run([interpreter, "-P", "-m", "venv", folder], check=True)
         yield Environment(Path(folder), log)
 
 

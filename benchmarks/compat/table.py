@@ -23,6 +23,7 @@ _TITLES = {
     "llama": "Llama",
     "whisper": "Whisper",
 }
+_VERSIONS = ("python", "torch", "transformers")
 _ALL = 0.9995  # printed as 100.0%
 _HEAD = """# Versions
 
@@ -33,12 +34,27 @@ The metadata of the package says the same, so pip keeps to it. `import quantizer
 that names the version found, the supported ones and the command; so does the first use of another transformers: a proxy
 of one of its models, a task, the plug-in. Later versions than those of the table are not refused.
 
-Each line is an environment of its own with these versions of torch and transformers, the other packages as in
+Each line is an environment of its own with these versions of Python, torch and transformers, the other packages as in
 `constraints.txt`, and this package installed. Each model is a tiny random one: a proxy that is off gives its outputs
 bit for bit; it is calibrated with two batches and quantized for OpenVINO; what was saved and loaded, by the package and
 by `save_pretrained`, gives the same outputs bit for bit; the ONNX file is built and run by OpenVINO, with an SQNR of at
 least 20 dB against the quantized model. `ok` says that all of this holds and all multiply-adds are in sites; a share is
 that of those that are.
+"""
+_PYTHONS = """
+## Later versions of Python
+
+Rewriting reads the source and the code objects of a model, which differ between versions of Python. With the packages
+of `constraints.txt`, these folders of `tests` pass, as with Python 3.11:
+
+| Python | folders |
+|---|---|
+| 3.12.1 | `rewrite`, `plan`, `config` |
+| 3.13.0 | `rewrite`, `proxy`, `plan`, `config`, `cli`, `numerics` |
+| 3.14.8 | `rewrite`, `plan`, `config` |
+
+The other tests were not run with them. Python 3.14 is not among the classifiers of the package yet. In Python 3.13.0,
+`torch.compile` warns that it may run slower.
 """
 _OLDER = """
 ## What stands in the way of older ones
@@ -71,19 +87,19 @@ def supported(package: str) -> str:
 
 def page(pairs: Mapping[str, Mapping[str, Any]], wanted: Sequence[str]) -> str:
     """Return the page; ``pairs`` are those of ``docs/compatibility.json``, ``wanted`` the keys that should be there."""
-    ordered = sorted(pairs.values(), key=lambda pair: (Version(pair["torch"]), Version(pair["transformers"])))
+    ordered = sorted(pairs.values(), key=lambda pair: [Version(pair[name]) for name in _VERSIONS])
     ranges = {name: f"`{name}{supported(name)}`" for name in ("torch", "transformers")}
     lines = [_HEAD.format(python=supported("python").removeprefix(">=") + " and later", **ranges)]
-    lines += [f"| torch | transformers | {' | '.join(_TITLES.values())} |", f"|{'---|' * (len(_TITLES) + 2)}"]
+    lines += [f"| Python | torch | transformers | {' | '.join(_TITLES.values())} |", f"|{'---|' * (len(_TITLES) + 3)}"]
     reasons: dict[str, int] = {}
     for pair in ordered:
         cells = [_cell(pair, name, reasons) for name in _TITLES]
-        lines.append(f"| {pair['torch']} | {pair['transformers']} | {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(pair[name] for name in _VERSIONS)} | {' | '.join(cells)} |")
     lines += ["\n| | reason |", "|---|---|"] if reasons else []
     lines += [f"| ({number}) | {reason} |" for reason, number in reasons.items()]
     missing = [f"- {key}" for key in wanted if key not in pairs]
     lines += ["\nNot run yet:\n", *missing] if missing else []
-    lines += [*_patches(ordered), _OLDER]
+    lines += [*_patches(ordered), _PYTHONS, _OLDER]
     days = sorted({pair["day"] for pair in ordered})
     lines += [f"Run: {', '.join(days)}."]
     return "\n".join(lines) + "\n"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from quantizer.engines import Engine
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.pipeline.context import engine_inputs
-from quantizer.pipeline.module_feed import by_name
+from quantizer.pipeline.module_feed import LABELS, by_name
+from quantizer.pipeline.optional_inputs import Omitted
 from quantizer.report.record import write_text_atomic
+from quantizer.tasks import Batch
 from quantizer.utils.paths import regular_file
-from quantizer.utils.plain_values import json_values
+from quantizer.utils.plain_values import decoded, json_values
 from quantizer.utils.structure import fields_of, flattened
 
 CALL = "call.json"
@@ -43,23 +45,29 @@ class CallForm:
         model: the name of the class.
         signature: the signature of ``forward``.
         output: an example of the output; its tensors stand for the outputs of the engine, in order.
+        inputs: the arguments that the calibration batches passed.
+        omitted: tensors in place of arguments that a call omits.
     """
 
     model: str
     signature: inspect.Signature
     output: Any
+    inputs: tuple[str, ...]
+    omitted: Mapping[str, Omitted] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, output: Any) -> CallForm:
-        """Return the form of a model that returned ``output``, without a reference to the model."""
-        return cls(type(model).__name__, inspect.signature(model.forward), output)
+    def of(
+        cls, model: nn.Module, output: Any, inputs: Iterable[str], omitted: Mapping[str, Omitted] | None = None
+    ) -> CallForm:
+        """Return the form of a model that returned ``output`` for ``inputs``, without a reference to the model."""
+        return cls(type(model).__name__, inspect.signature(model.forward), output, tuple(inputs), omitted or {})
 
     @classmethod
     def by_names(cls, model: str, inputs: Sequence[str], outputs: Sequence[str]) -> CallForm:
         """Return the form of an engine without a module: inputs in order, and a mapping of outputs."""
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         signature = inspect.Signature([inspect.Parameter(name, kind) for name in inputs])
-        return cls(model, signature, {name: torch.empty(0) for name in outputs})
+        return cls(model, signature, {name: torch.empty(0) for name in outputs}, tuple(inputs))
 
     def write(self, folder: Path) -> None:
         """Write the file into a folder; do nothing if the output contains other than plain values."""
@@ -71,7 +79,9 @@ class CallForm:
             {"name": parameter.name, "kind": parameter.kind.name, "optional": parameter.default is not parameter.empty}
             for parameter in self.signature.parameters.values()
         ]
-        document = {"format": _FORMAT, "model": self.model, "arguments": arguments, "output": output}
+        document: dict[str, Any] = {"format": _FORMAT, "model": self.model, "arguments": arguments}
+        document |= {"inputs": self.inputs, "omitted": {name: asdict(one) for name, one in self.omitted.items()}}
+        document["output"] = output
         write_text_atomic(folder / CALL, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
     @classmethod
@@ -84,12 +94,41 @@ class CallForm:
             document = json_values(regular_file(path).read_bytes())
             if document["format"] != _FORMAT:
                 raise ValueError(f"its format is {document['format']!r}, expected {_FORMAT}")
-            return cls(str(document["model"]), _signature(document["arguments"]), _example(document["output"]))
+            signature, inputs = _signature(document["arguments"]), tuple(map(str, document["inputs"]))
+            omitted = {name: decoded(Omitted, one, f"omitted.{name}") for name, one in document["omitted"].items()}
+            if any(
+                source[0] not in inputs for one in omitted.values() for source in one.shape if isinstance(source, tuple)
+            ):
+                raise ValueError("omitted names an argument that is not among the inputs")
+            return cls(str(document["model"]), signature, _example(document["output"]), inputs, omitted)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise QuantizerError(
                 f"{path} is damaged ({type(error).__name__}: {error}); restore the file of the run, or remove it to "
                 "call the engine by the names of its inputs"
             ) from error
+
+    def bound(self, args: Sequence[Any], keywords: Mapping[str, Any], engine_names: Iterable[str]) -> Batch:
+        """Return the arguments of a call as the inputs of the engine.
+
+        Raises:
+            EngineError: the call does not fit the signature, passes an argument that the calibration batches did not
+                have, or omits one that no tensor replaces.
+        """
+        batch = by_name("the input", self.model, self.signature, args, keywords, EngineError)
+        extra = sorted(batch.keys() - {*self.inputs, *LABELS})
+        if extra:
+            raise EngineError(
+                f"the engine of {self.model} has no input {extra[0]!r}, because no calibration batch passed it: omit "
+                "it, or quantize the model with batches that pass it"
+            )
+        for name in (name for name in engine_names if name not in batch):
+            if name not in self.omitted:
+                raise EngineError(
+                    f"the input omits {name!r}, which every calibration batch of {self.model} passed, and no tensor of "
+                    "zeros or ones in its place gives the same output: pass it, or quantize the model without it"
+                )
+            batch[name] = self.omitted[name].tensor(batch)
+        return batch
 
 
 def _signature(arguments: Any) -> inspect.Signature:
@@ -157,8 +196,7 @@ class EngineModule(nn.Module):
         """Run the engine with the arguments of the float model."""
         batch = keywords
         if args or keywords.keys() != self._names or not all(map(_is_plain, keywords.values())):
-            form = self._call_form
-            batch = by_name("the input", form.model, form.signature, args, keywords, EngineError)
+            batch = self._call_form.bound(args, keywords, self.engine.input_names)
         outputs = self.engine(engine_inputs(self.engine, batch))
         values = iter([torch.as_tensor(outputs[name]) for name in self.engine.output_names])
         return self._rebuilt([next(values) if leaf is None else leaf.value for leaf in self._leaves])

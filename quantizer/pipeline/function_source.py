@@ -23,6 +23,7 @@ from quantizer.config import ModelConfig, RunConfig
 from quantizer.config.describe import nearest
 from quantizer.errors import CalibrationError, QuantizerError, TaskError, is_out_of_memory
 from quantizer.pipeline.engine_module import CallForm
+from quantizer.pipeline.optional_inputs import completed_batches, omitted_arguments
 from quantizer.pipeline.preflight_checks import Faults
 from quantizer.pipeline.processes import require_room_to_write
 from quantizer.pipeline.progress import StageTimer
@@ -96,6 +97,24 @@ def called(name: str, function: Callable[..., Any], *args: Any) -> Any:
         if is_out_of_memory(error):
             raise
         raise TaskError(f"{name}() failed, {_error_text(error)}") from error
+
+
+def called_form(where: str, model: nn.Module, batches: Sequence[Batch]) -> tuple[list[Batch], CallForm]:
+    """Return batches with equal arguments, and the form of the calls of a model.
+
+    Args:
+        where: the place of the first batch, for messages.
+        model: the float model, in eval mode.
+        batches: its arguments by name; some may omit optional ones.
+
+    Raises:
+        CalibrationError: a batch omits an argument that no constant tensor replaces.
+        TaskError: the model fails on the first batch.
+    """
+    omitted = omitted_arguments(model, batches)
+    completed = completed_batches(model, batches, omitted)
+    output = called(where, output_of, model, completed[0])
+    return completed, CallForm.of(model, output, completed[0], omitted)
 
 
 def _error_text(error: BaseException) -> str:
@@ -196,8 +215,7 @@ def function_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles, f
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     require_room_to_write(folder, size, "the output of this run")
     assert settings.inputs is not None
-    batches = _batches(model, settings.inputs)
-    call = CallForm.of(model, called(f"{settings.source}: forward", output_of, model, batches[0]))
+    batches, call = called_form(f"{settings.source}: forward", model, _batches(model, settings.inputs))
     score = None if settings.metric is None else _score(settings.metric)
     scorer = partial(FunctionScorer, function=score, call=call, higher_is_better=True)
     return module_workload(model, settings.source, batches, scorer, timer, kept, folder)

@@ -33,6 +33,7 @@ from quantizer.engines import Array, Engine, TensorSpec, backend, load_engine
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.pipeline.context import engine_run
 from quantizer.pipeline.engine_module import CallForm, EngineModule
+from quantizer.pipeline.engine_sizes import EngineSizes
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.plan.targets import profiles
 from quantizer.report import collect_machine, read_record
@@ -101,20 +102,15 @@ class Converted:
         return {spec.name: arrays[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Array]:
-        """Return the engine's outputs for texts, image files or recordings."""
-        minimum, _, maximum = self.config["dimensions"]["batch"]
-        if not minimum <= len(samples) <= maximum:
-            raise QuantizerError(
-                f"got {len(samples)} {self._reads}s, but this engine was built for {minimum} to {maximum}"
-            )
-        batch_sizes = sorted({sizes["batch"] for sizes in self._only_sizes if "batch" in sizes})
-        if batch_sizes and len(samples) not in batch_sizes:
-            allowed = ", ".join(map(str, batch_sizes))
-            raise QuantizerError(f"got {len(samples)} {self._reads}s, but this engine was built only for {allowed}")
-        return self.engine(self.inputs(samples))
+        """Return the engine's outputs for any number of texts, image files or recordings.
+
+        More samples than the engine's maximum run in several batches, all padded to the longest sample.
+        """
+        self._check(samples)
+        return self.sizes.run(self.engine, self.inputs(samples))
 
     def labels(self, samples: Sequence[Sample]) -> list[str]:
-        """Return the predicted label of each text, image or recording."""
+        """Return the predicted label of each text, image or recording; any number of them."""
         names = self.config["labels"]
         if not names or tasks[self.config["task"]].labels == "part":
             raise QuantizerError(f"{self.config['name']} is not a classifier: call it to get its outputs instead")
@@ -122,7 +118,9 @@ class Converted:
             raise QuantizerError(
                 f"{self.config['name']} has one output and no classes: call it to get its outputs instead"
             )
-        logits = self(samples)["logits"]
+        self._check(samples)
+        parts = [self(samples[chunk])["logits"] for chunk, _ in self.sizes.batches(len(samples))]
+        logits = np.concatenate(parts)
         if logits.shape[-1] != len(names):
             raise QuantizerError(
                 f"{CONFIG} has {len(names)} labels, but the engine has {logits.shape[-1]} classes: the folder is "
@@ -148,7 +146,7 @@ class Converted:
         return str(self.processor.decode(greedy(self.engine, ids, tokens, self.processor.eos_token_id)))
 
     def _tokens(self, texts: Sequence[Sample]) -> Any:
-        longest, padded = self._lengths(len(texts))
+        longest, padded = self.sizes.lengths(len(texts))
         options = {"truncation": True, "return_tensors": "np"}
         with self._tokenizing:
             encoded = self.processor(list(texts), padding="longest", max_length=longest, **options)
@@ -161,26 +159,21 @@ class Converted:
         recordings = Recordings(getattr(self.processor, "feature_extractor", self.processor), self.config["seconds"])
         if "sequence" not in self.config["dimensions"]:
             return recordings.arrays(paths)
-        longest, padded = self._lengths(len(paths))
+        longest, padded = self.sizes.lengths(len(paths))
         waves = [recordings.wave(path)[: min(longest, recordings.samples)] for path in paths]
         return recordings.extracted(waves, padded(max(map(len, waves))))
 
-    def _lengths(self, rows: int) -> tuple[int, Callable[[int], int]]:
-        """Return the longest length for a batch of this size, and a function from a length to the next allowed one."""
-        shortest, _, longest = self.config["dimensions"]["sequence"]
-        only = [sizes for sizes in self._only_sizes if sizes.get("batch", rows) == rows]
-        lengths = sorted(sizes["sequence"] for sizes in only if "sequence" in sizes)
-
-        def padded(count: int) -> int:
-            return next((length for length in lengths if length >= count), max(count, shortest))
-
-        return (lengths[-1] if lengths else longest), padded
-
     @property
-    def _only_sizes(self) -> Sequence[Mapping[str, int]]:
-        """The sizes that the engine is limited to; empty for all."""
-        sizes: Sequence[Mapping[str, int]] = self.config.get("only_sizes") or ()
-        return sizes
+    def sizes(self) -> EngineSizes:
+        """The batch sizes and lengths that the engine accepts."""
+        return sizes_in(self.config)
+
+    def _check(self, samples: Sequence[Sample]) -> None:
+        """Raise unless there is a sequence of samples."""
+        if isinstance(samples, str):
+            raise QuantizerError(f"got one {self._reads}, expected a list of {self._reads}s: pass it in a list")
+        if not len(samples):
+            raise QuantizerError(f"got no {self._reads}s, expected at least one")
 
     @property
     def _reads(self) -> str:
@@ -267,6 +260,11 @@ def _check(config: dict[str, Any]) -> None:
             raise ValueError(f"{CONFIG}.dimensions.{name}: expected 1 <= min <= opt <= max")
 
 
+def sizes_in(config: Mapping[str, Any]) -> EngineSizes:
+    """Return the sizes in the content of a config.json."""
+    return EngineSizes(config["dimensions"], config.get("only_sizes") or ())
+
+
 def processor_folder(task: str) -> str:
     """Return the folder name of a task's tokenizer, image processor or feature extractor."""
     return "tokenizer" if tasks[task].reads == "text" else "processor"
@@ -302,21 +300,37 @@ class ConvertedParts:
         return in_parts(empty_model(str(self.folder), self.config["task"]), runs)
 
     def generate(self, samples: Sequence[Sample], tokens: int | None = None) -> list[str]:
-        """Return generated texts for texts or recordings, with the model's generation config but without sampling."""
+        """Return generated texts for texts or recordings, with the model's generation config but without sampling.
+
+        More samples than the engines' maximum run in several batches.
+        """
         if isinstance(samples, str):
             raise QuantizerError("generate() takes a list of texts or paths, but got one text: pass it in a list")
-        (minimum, _, maximum), longest = self.config["dimensions"]["batch"], self.config["tokens"]
-        if not minimum <= len(samples) <= maximum:
-            raise QuantizerError(f"got {len(samples)} samples, but these engines were built for {minimum} to {maximum}")
+        if not len(samples):
+            raise QuantizerError("generate() got no samples, expected at least one")
+        longest = self.config["tokens"]
         if tokens is not None and not 1 <= tokens <= longest:
             raise QuantizerError(
                 f"got {tokens} tokens, but these engines were built to generate 1 to {longest}: request fewer, or "
                 "convert with a larger --new-tokens (model.new_tokens in a run)"
             )
+        texts = []
+        for chunk, size in self.sizes.batches(len(samples)):
+            some = list(samples[chunk])
+            texts += self._generated(some + some[-1:] * (size - len(some)), tokens or longest)[: len(some)]
+        return texts
+
+    @property
+    def sizes(self) -> EngineSizes:
+        """The batch sizes and lengths that the engines accept."""
+        return sizes_in(self.config)
+
+    def _generated(self, samples: Sequence[Sample], tokens: int) -> list[str]:
+        """Return the generated texts of one batch."""
         batch = {name: torch.from_numpy(value) for name, value in self.inputs(samples).items()}
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         with torch.no_grad():
-            sequences = Writer(self.model, tokens or longest)(**batch)["sequences"]
+            sequences = Writer(self.model, tokens)(**batch)["sequences"]
         rows = [row.tolist() for row in written_tokens(sequences, tokenizer.pad_token_id)]
         return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
 

@@ -18,6 +18,9 @@ from quantizer.tasks import Batch
 from quantizer.utils.batches import WITHOUT_VALUES
 from quantizer.utils.sizes import BATCH, SEQUENCE, Axes, DataSizes
 
+LABELS = ("label", "labels")
+"""Arguments from which transformers models compute a loss; an engine does not have them."""
+
 
 def named_batches(model: nn.Module, batches: Iterable[Any]) -> list[Batch]:
     """Return batches as CPU tensors by the argument names of ``forward``."""
@@ -40,7 +43,7 @@ def by_name(
     keywords: Mapping[str, Any],
     error: type[QuantizerError] = CalibrationError,
 ) -> Batch:
-    """Return the arguments of a call as CPU tensors by name."""
+    """Return the arguments of a call as CPU tensors by name, without arguments that are None as by default."""
 
     def problem() -> str:
         return f"{what} does not fit {model}.forward{signature}"
@@ -61,6 +64,10 @@ def by_name(
             )
         else:
             arguments[key] = value
+    defaults = {key: parameter.default for key, parameter in signature.parameters.items()}
+    arguments = {
+        key: value for key, value in arguments.items() if value is not None or defaults.get(key, 0) is not None
+    }
     for key, value in arguments.items():
         if isinstance(value, Tensor) and value.is_meta:
             raise error(f"{problem()}: {key} is {WITHOUT_VALUES}")

@@ -41,7 +41,7 @@ from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.context import RunContext
 from quantizer.pipeline.diagnose_run import DIAGNOSED_GROUPS, diagnosed, wants_diagnosis
 from quantizer.pipeline.engine_module import CallForm, EngineModule
-from quantizer.pipeline.function_source import called
+from quantizer.pipeline.function_source import called_form
 from quantizer.pipeline.job import QUANTIZER
 from quantizer.pipeline.make_record import write_reports
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
@@ -50,7 +50,7 @@ from quantizer.pipeline.progress import StageTimer, console_of
 from quantizer.pipeline.resume import resume_files
 from quantizer.pipeline.run import RUN, carry_out
 from quantizer.pipeline.scores import FunctionScorer, ScoreFunction
-from quantizer.pipeline.workload import module_batches, module_workload, output_of
+from quantizer.pipeline.workload import module_batches, module_workload
 from quantizer.plan.targets import AUTO
 from quantizer.proxy.build import is_proxy, refuse_compiled
 from quantizer.quantizer import Quantizer
@@ -308,7 +308,7 @@ def quantize_model(
         fallback_section = _fallback(fallback, scored=score is not None)
         batches = module_batches(model, data, samples)
         float_model = _ready(model)
-        call = _call_form(float_model, batches[0])
+        batches, call = called_form(_first_call(float_model, batches[0]), float_model, batches)
         engine = engine_config(threads=threads, optimize_for=optimize_for, time_budget=time_budget)
         run_config = _run_config(model, batches, quantizer_settings, engine, fallback_section, diagnose=diagnose)
         parent = scratch_folder()
@@ -371,11 +371,10 @@ def _ready(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).cpu().eval() if is_elsewhere or in_training else model
 
 
-def _call_form(model: nn.Module, batch: Batch) -> CallForm:
-    """Return the arguments and the output structure of a model; raise ``TaskError`` if it fails on the first batch."""
+def _first_call(model: nn.Module, batch: Batch) -> str:
+    """Return a description of the call of a model with its first batch, for messages."""
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
-    where = f"batch 0 ({shapes}): {type(model).__name__}.forward"
-    return CallForm.of(model, called(where, output_of, model, batch))
+    return f"batch 0 ({shapes}): {type(model).__name__}.forward"
 
 
 def _fallback(values: Mapping[str, Any] | None, *, scored: bool) -> FallbackConfig | None:

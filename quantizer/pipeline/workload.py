@@ -16,7 +16,7 @@ from quantizer.config import RunConfig
 from quantizer.config.data_section import MODULE
 from quantizer.pipeline.context import RunContext, RunExamples, Runnable, as_predictor, bar
 from quantizer.pipeline.model_graphs import Graphs
-from quantizer.pipeline.module_feed import ModuleFeed, fitted, named_batches
+from quantizer.pipeline.module_feed import LABELS, ModuleFeed, fitted, named_batches
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.resume import ResumeFiles
 from quantizer.pipeline.scores import FunctionScorer, Metric
@@ -217,7 +217,7 @@ def output_of(model: nn.Module, batch: Batch) -> Any:
 
 
 def _without_label(batch: Any) -> Any:
-    """Return a batch without labels, from which transformers models would compute a loss."""
+    """Return a batch without labels."""
     if not hasattr(batch, "keys"):
         return batch
-    return {name: batch[name] for name in batch if name not in ("label", "labels")}
+    return {name: batch[name] for name in batch if name not in LABELS}

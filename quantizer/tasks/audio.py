@@ -353,6 +353,7 @@ class AudioClassification(FileClassification):
     name = "audio-classification"
     reads = "audio"
     auto_class = "AutoModelForAudioClassification"
+    pipeline_class = "AudioClassificationPipeline"
     packages = ("scipy",)
     kind = Audio
 
@@ -370,6 +371,7 @@ class SpeechRecognition(CountedTask):
     name = "automatic-speech-recognition"
     reads = "audio"
     auto_class = "AutoModelForCTC"
+    pipeline_class = "AutomaticSpeechRecognitionPipeline"
     output_name = "logits"
     metric_name = "wer"
     higher_is_better = False

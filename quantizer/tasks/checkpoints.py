@@ -258,10 +258,12 @@ def loadable(config: Any) -> Any:
 
 
 def save_processor(processor: Any, config: Any, folder: Path) -> None:
-    """Save a tokenizer, image processor or feature extractor; for timm models, the config that contains it."""
-    if getattr(config, "model_type", None) == _KIND:
-        config.save_pretrained(folder)
-    else:
+    """Save a tokenizer, image processor or feature extractor, and the config of its model.
+
+    The config of a timm model contains its image processor.
+    """
+    config.save_pretrained(folder)
+    if config.model_type != _KIND:
         processor.save_pretrained(folder)
 
 

@@ -8,7 +8,7 @@ Shapes: N samples, B samples in a batch, C classes, D width of an embedding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -82,6 +82,8 @@ class SequenceClassification(Task):
 
     name = "sequence-classification"
     auto_class = "AutoModelForSequenceClassification"
+    pipeline_class = "TextClassificationPipeline"
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"truncation": True}
     output_name = "logits"
     labels = "example"
     metric_name = "accuracy"
@@ -214,6 +216,7 @@ class ImageClassification(FileClassification):
     name = "image-classification"
     reads = "image"
     auto_class = "AutoModelForImageClassification"
+    pipeline_class = "ImageClassificationPipeline"
     kind = Image
 
     def file_inputs(self, model: torch.nn.Module, processor: Any, min_length: int) -> Inputs:
@@ -229,6 +232,9 @@ class EmbeddingClassification(Task):
 
     name = "embedding-classification"
     auto_class = "AutoModel"
+    pipeline_class = "FeatureExtractionPipeline"
+    # In a larger batch, the pipeline would return vectors of padding too.
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"truncation": True, "batch_size": 1}
     output_name = "last_hidden_state"
     metric_name = "accuracy"
     packages = ("sklearn",)

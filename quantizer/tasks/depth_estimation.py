@@ -32,6 +32,7 @@ class DepthEstimation(CountedTask):
     name = "depth-estimation"
     reads = "image"
     auto_class = "AutoModelForDepthEstimation"
+    pipeline_class = "DepthEstimationPipeline"
     output_name = "predicted_depth"
     metric_name = "rank_correlation"
     packages = ("scipy",)

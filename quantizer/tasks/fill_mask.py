@@ -5,8 +5,8 @@ Shapes: N samples, B samples in a batch, S tokens, V tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ class FillMask(CountedTask):
 
     name = "fill-mask"
     auto_class = "AutoModelForMaskedLM"
+    pipeline_class = "FillMaskPipeline"
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"tokenizer_kwargs": {"truncation": True}}
     output_name = "logits"
     metric_name = "masked_accuracy"
     gives_vocabulary = True

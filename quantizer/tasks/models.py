@@ -67,7 +67,7 @@ def load_model(
     tokenizer = load_tokenizer(source) if entry.names_labels else None
     auto_class = getattr(transformers_package(), entry.auto_class)
     with explained(source, "model"), _no_progress_bar():
-        config = loadable(transformers_package().AutoConfig.from_pretrained(where, **_NO_CODE))
+        config = loadable(load_config(source))
         options = {"dtype": torch.float32, "attn_implementation": attention, **_NO_CODE}
         model, loaded = auto_class.from_pretrained(where, config=config, output_loading_info=True, **options)
     # Tasks of encoders read the last hidden state, so the weights of a pooler may be missing.
@@ -91,11 +91,21 @@ def empty_model(source: str, task: str) -> Any:
     read_checkpoint(source, task)
     package, where = transformers_package(), resolve_source(source)
     with explained(source, "config"), torch.device("meta"):
-        model = getattr(package, tasks[task].auto_class).from_config(
-            package.AutoConfig.from_pretrained(where, **_NO_CODE), **_NO_CODE
-        )
+        model = getattr(package, tasks[task].auto_class).from_config(load_config(source), **_NO_CODE)
         model.generation_config = package.GenerationConfig.from_pretrained(where)
     return model
+
+
+def load_config(source: str) -> Any:
+    """Return the config of a model.
+
+    Raises:
+        TaskError: it is missing or cannot be read.
+        MissingDependencyError: transformers is not installed.
+    """
+    where = resolve_source(source)
+    with explained(source, "config"):
+        return transformers_package().AutoConfig.from_pretrained(where, **_NO_CODE)
 
 
 def require_labels(task: str, texts: Collection[str]) -> None:
@@ -150,7 +160,7 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
         _refuse_code(source, "config.json", fields)
         require_depth(fields)
         require_timm(fields)
-        config: Any = transformers_package().AutoConfig.from_pretrained(where, **_NO_CODE)
+        config = load_config(source)
         architecture = next(iter(config.architectures or ()), classifier_of(config))
         reads = read_by(config)
         labels, positions = class_names(config), getattr(config, "max_position_embeddings", None)

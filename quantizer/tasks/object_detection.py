@@ -177,6 +177,7 @@ class ObjectDetection(JudgedTask):
     name = "object-detection"
     reads = "image"
     auto_class = "AutoModelForObjectDetection"
+    pipeline_class = "ObjectDetectionPipeline"
     output_name = "logits"
     labels = "part"
     metric_name = "mean_ap"

@@ -5,8 +5,8 @@ Shapes: N samples, B samples in a batch, C classes, h and w the height and width
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,8 @@ class SemanticSegmentation(CountedTask):
     name = "semantic-segmentation"
     reads = "image"
     auto_class = "AutoModelForSemanticSegmentation"
+    pipeline_class = "ImageSegmentationPipeline"
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"subtask": "semantic"}
     output_name = "logits"
     labels = "part"
     metric_name = "mean_iou"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ class SentenceEmbedding(Task):
     """
 
     auto_class = "AutoModel"
+    pipeline_class = "FeatureExtractionPipeline"
+    # In a larger batch, the pipeline would return vectors of padding too.
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"truncation": True, "batch_size": 1}
     output_name = "last_hidden_state"
     takes_text_tower = True
 

@@ -108,6 +108,10 @@ class Task(ABC):
     """The kind of samples; lengths apply to texts only."""
     auto_class: ClassVar[str]
     """The transformers class that loads the model."""
+    pipeline_class: ClassVar[str | None] = None
+    """The transformers pipeline that makes inputs, and results from outputs; None without one."""
+    pipeline_options: ClassVar[Mapping[str, Any]] = {}
+    """The default options of this pipeline."""
     output_name: ClassVar[str]
     metric_name: ClassVar[str]
     higher_is_better: ClassVar[bool] = True

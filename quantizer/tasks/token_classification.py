@@ -33,6 +33,7 @@ class TokenClassification(CountedTask):
 
     name = "token-classification"
     auto_class = "AutoModelForTokenClassification"
+    pipeline_class = "TokenClassificationPipeline"
     output_name = "logits"
     labels = "part"
     metric_name = "entity_f1"

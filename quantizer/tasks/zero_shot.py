@@ -72,6 +72,9 @@ class LabelledTower(torch.nn.Module):
             if bias is not None:
                 self.classifier.bias.fill_(float(bias))
         self.config = copy.deepcopy(model.config.vision_config)
+        if bias is not None:
+            # SigLIP judges each label by itself.
+            self.config.problem_type = "multi_label_classification"
         self.config.id2label = dict(enumerate(texts))
         self.config.label2id = {label: number for number, label in enumerate(texts)}
 

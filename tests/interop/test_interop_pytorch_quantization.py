@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,8 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, ConfigError, ProxyError
-from quantizer.integrations.pytorch_quantization import calib, quant_modules
+from quantizer.integrations.pytorch_quantization import QuantDescriptor, calib, quant_modules, tensor_quant
 from quantizer.integrations.pytorch_quantization import nn as quant_nn
-from quantizer.integrations.pytorch_quantization.tensor_quant import QuantDescriptor
 
 
 class Net(nn.Module):
@@ -127,6 +128,7 @@ def test_without_ranges_it_rounds_with_the_range_at_hand() -> None:
 
 
 def test_default_descriptors() -> None:
+    assert QuantDescriptor is tensor_quant.QuantDescriptor, "the toolkit's place of it"
     quant_nn.QuantLinear.set_default_quant_desc_input(QuantDescriptor(num_bits=8, calib_method="histogram"))
     quant_nn.QuantLinear.set_default_quant_desc_weight(QuantDescriptor(num_bits=8, axis=None))
     model = built()
@@ -293,6 +295,38 @@ def test_it_exports(tmp_path: Path) -> None:
     path = Quantizer(preset="plain", backend="openvino").export(model, tmp_path / "net.onnx", (X,))
     (got,) = load_engine("openvino", path)({"x": X.numpy()}).values()
     assert np.allclose(got, model(X).detach().numpy(), atol=0.05)
+
+
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_with_fb_fake_quant_torch_exports_it(dynamo: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the toolkit: the class attribute, and then torch's own export, by both of its exporters."""
+    onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+    pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
+    ort = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
+    torch.manual_seed(0)
+    quant_modules.initialize()
+    model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(80, 6)).eval()
+    quant_modules.deactivate()
+    collect(model)
+    model(X)
+    round_again(model)
+    before = model(X)
+    assert quant_nn.TensorQuantizer.use_fb_fake_quant is False
+    monkeypatch.setattr(quant_nn.TensorQuantizer, "use_fb_fake_quant", True)
+    # A value near a tie may become the neighboring integer.
+    torch.testing.assert_close(model(X), before, rtol=0, atol=0.05)
+    path = tmp_path / "net.onnx"
+    with warnings.catch_warnings():
+        # torch deprecates its older exporter, and the newer one reads deprecated names.
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (X,), path, dynamo=dynamo, opset_version=18 if dynamo else 13, input_names=["x"])
+    counts = Counter(node.op_type for node in onnx.load(path).graph.node)
+    assert counts["QuantizeLinear"] == counts["DequantizeLinear"] == 4
+    (got,) = ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": X.numpy()})
+    assert np.allclose(got, model(X).detach().numpy(), atol=0.05)
+    for quantizer in quantizers(model).values():
+        quantizer.disable_quant()
+    assert (model(X) - before).abs().max() > 1e-4, "quantizers that are off round nothing"
 
 
 @pytest.mark.parametrize(

@@ -199,8 +199,8 @@ def reach(case: Case, backend: str, folder: Path) -> Reached:
     build_engine(backend, file, folder / "model.engine", BuildOptions(compiled=False, dynamic=opened))
     measured = case.measured(calibration)
     right = {size: _call(model, batch) for size, batch in measured.items()}
-    form = CallForm.of(model, next(iter(right.values())))
-    engine = EngineModule(load_engine(backend, folder / "model.engine"), form)
+    loaded = load_engine(backend, folder / "model.engine")
+    engine = EngineModule(loaded, CallForm.of(model, next(iter(right.values())), loaded.input_names))
     sizes = {"batch": max(case.rows)} | ({"sequence": case.lengths[-1]} if case.lengths else {})
     inspection = inspect_file(folder / "model.engine", backend, sizes=InputSizes(**sizes))
     reached = Reached(

@@ -36,11 +36,13 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
 
 import onnxruntime as ort
 import openvino as ov
+import transformers
 from helpers import openvino_core, read_json
 from pbtxt import read_pbtxt
 from test_right_engines import Wrong
 from tiny_run import tiny_run
 
+import quantizer
 import quantizer.algorithms.range_search as attention
 import quantizer.pipeline.run_engines as run_engines
 import quantizer.pipeline.stages as stages
@@ -184,10 +186,55 @@ def test_engine_and_tokenizer_serve_alone(place: Place, tmp_path: Path, backend:
 
 
 def test_more_texts_than_it_was_built_for(place: Place) -> None:
-    served = load_converted(place.done / "openvino")
-    with pytest.raises(QuantizerError, match="got 5 texts, but this engine was built for 1 to 4"):
-        served(place.texts()[:5])
+    served, texts = load_converted(place.float / "openvino"), place.texts()
+    assert len(texts) == 24
+    alone = [served([text])["logits"][0] for text in texts]
+    assert np.abs(served(texts)["logits"] - alone).max() < 1e-4
+    assert served.labels(texts) == [f"LABEL_{int(np.argmax(one))}" for one in alone]
     assert served(["good " * 100])["logits"].shape == (1, 2)
+    for call in (served, served.labels):
+        with pytest.raises(QuantizerError, match="got no texts, expected at least one"):
+            call([])
+        with pytest.raises(QuantizerError, match="got one text, expected a list of texts: pass it in a list"):
+            call("a text")
+
+
+def test_a_pipeline_returns_what_that_of_transformers_returns(place: Place, tmp_path: Path) -> None:
+    texts = [*place.texts(), "good " * 60]
+    pipe, own = (
+        quantizer.load_pipeline(place.float / "openvino"),
+        transformers.pipeline("text-classification", model=place.model),
+    )
+    options = {"truncation": True, "max_length": 32}
+    for given in (texts, texts[0]):
+        for top_k in (1, None):
+            found, expected = pipe(given, top_k=top_k), own(given, top_k=top_k, **options)
+            assert _numbers(found) == pytest.approx(_numbers(expected), abs=1e-5)
+            assert _labels(found) == _labels(expected)
+    assert _numbers(quantizer.load_pipeline(place.float / "openvino", function_to_apply="none")(texts)) != _numbers(
+        pipe(texts)
+    )
+    (quantized,) = quantizer.load_pipeline(place.done / "onnxruntime")([texts[0]])
+    assert quantized["label"] == load_converted(place.done / "onnxruntime").labels(texts[:1])[0]
+    with pytest.raises(QuantizerError, match="input_ids has the length 62, but the engine was built for at most 32"):
+        pipe(texts[-1], truncation=False)
+    shutil.copytree(place.float / "openvino", tmp_path / "older")
+    (tmp_path / "older" / "tokenizer" / "config.json").unlink()
+    with pytest.raises(QuantizerError, match=r"tokenizer has no config\.json, .* convert the model again"):
+        quantizer.load_pipeline(tmp_path / "older")
+
+
+def _results(found: Any) -> list[dict[str, Any]]:
+    """All results of a pipeline, one after the other."""
+    return [found] if isinstance(found, dict) else [one for part in found for one in _results(part)]
+
+
+def _numbers(found: Any) -> list[float]:
+    return [one["score"] for one in _results(found)]
+
+
+def _labels(found: Any) -> list[str]:
+    return [one["label"] for one in _results(found)]
 
 
 def test_a_folder_that_is_none_of_ours(place: Place, tmp_path: Path) -> None:
@@ -320,8 +367,13 @@ def test_a_model_for_all_sizes_that_is_wrong_gives_way_to_fixed_sizes(
     for texts in (place.texts()[:2], ["good"], ["good " * 100, "bad"]):
         assert served.inputs(texts)["input_ids"].shape in compared
         assert served(texts)["logits"].shape == (len(texts), 2)
-    with pytest.raises(QuantizerError, match="3 texts, but this engine was built only for 1, 2, 4, 8"):
-        served(place.texts()[:3])
+    # A batch of another size is filled up, or split.
+    texts = place.texts()
+    expected = np.concatenate([served(texts[at : at + 8])["logits"] for at in (0, 8, 16)])
+    assert np.abs(served(texts[:3])["logits"] - expected[:3]).max() < 1e-4
+    assert np.abs(served(texts)["logits"] - expected).max() < 1e-4
+    pipe = quantizer.load_pipeline(folder)
+    assert [one["label"] for one in pipe([*texts, "good"])][:24] == served.labels(texts)
     ids = np.ones((3, 17), np.int64)
     with pytest.raises(EngineError, match="it has no model for"):
         served.engine(dict.fromkeys(served.engine.input_names, ids))

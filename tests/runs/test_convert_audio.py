@@ -69,6 +69,10 @@ def test_a_classifier_is_converted_and_serves(place: Path, monkeypatch: pytest.M
     assert np.abs(found - expected.outputs).max() < 0.1 * np.abs(expected.outputs).max()
     assert len(served.labels([str(row.path) for row in rows])) == 4
     assert "a-recording.wav" in (folder / "README.md").read_text()
+    files = sorted(map(str, (place / "tones").rglob("*.wav")))
+    best = [results[0]["label"] for results in quantizer.load_pipeline(folder)(files)]
+    assert len(files) == 8
+    assert best == served.labels(files)
 
 
 @pytest.mark.parametrize("name", ["wav2vec2", "hubert"])
@@ -97,7 +101,11 @@ def test_engines_take_recordings_of_any_length(place: Path, monkeypatch: pytest.
         for length, padded in ((100, 320), (RATE // 4, RATE // 4), (3 * RATE, 2 * RATE)):
             wavfile.write(place / "one.wav", RATE, np.random.default_rng(0).normal(0, 0.1, length).astype(np.float32))
             assert served.inputs([place / "one.wav"])["input_values"].shape == (1, padded)
-            assert served([place / "one.wav"])["logits"].shape == (1, len(CLASSES))
+            found = served([place / "one.wav"])["logits"]
+            assert found.shape == (1, len(CLASSES))
+            scores = {one["label"]: one["score"] for one in quantizer.load_pipeline(folder)(str(place / "one.wav"))}
+            expected = torch.from_numpy(found[0]).softmax(-1).tolist()
+            assert [scores[label] for label in CLASSES] == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.nightly

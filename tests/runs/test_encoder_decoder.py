@@ -188,6 +188,8 @@ def test_loaded_engines_write_what_the_quantized_model_writes(converted: Path, m
     for folder in (converted, made):
         _writes_what_it_quantized(folder, place)
     loaded = _loaded(converted)
+    many = [TEXTS[at % 3] for at in range(5)]
+    assert loaded.generate(many) == [loaded.generate([text])[0] for text in many]
     assert loaded.generate(TEXTS[:1])[0].startswith(loaded.generate(TEXTS[:1], 2)[0])
     with pytest.raises(QuantizerError, match=r"the engines of an encoder-decoder model; use .*load_converted"):
         quantizer.load(made)
@@ -197,8 +199,10 @@ def test_what_the_engines_were_not_built_for_is_refused(converted: Path, tmp_pat
     loaded = _loaded(converted)
     with pytest.raises(QuantizerError, match="takes a list of texts or paths, but got one text"):
         loaded.generate("the cat")
-    with pytest.raises(QuantizerError, match="5 samples, but these engines were built for 1 to 4"):
-        loaded.generate(["the cat"] * 5)
+    with pytest.raises(QuantizerError, match=r"generate\(\) got no samples, expected at least one"):
+        loaded.generate([])
+    with pytest.raises(QuantizerError, match=r"text-to-text, for which transformers .* use generate\(\[\.\.\.\]\)"):
+        quantizer.load_pipeline(converted)
     with pytest.raises(QuantizerError, match="7 tokens, but these engines were built to generate 1 to 6"):
         loaded.generate(["the cat"], 7)
     (tmp_path / "config.json").write_text(json.dumps({**read_json(converted / "config.json"), "tokens": None}))

@@ -44,7 +44,7 @@ def _scorer(function: Callable[[Any], Any], model: nn.Module) -> FunctionScorer:
         processor=None,
         feed=ModuleFeed([{"x": torch.ones(2, 3)}]),
     )
-    return FunctionScorer(context, function, CallForm.of(model, torch.ones(2)), higher_is_better=True)
+    return FunctionScorer(context, function, CallForm.of(model, torch.ones(2), ["x"]), higher_is_better=True)
 
 
 @pytest.mark.parametrize("form", [np.array, torch.tensor, list])

@@ -99,6 +99,8 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, tokenizer: Any, mak
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert found.argmax(dim=-1).tolist() == expected.argmax(dim=-1).tolist()
     assert sum(one.numel() for one in model.parameters()) < sum(one.numel() for one in whole.parameters())
+    # The pipeline of transformers takes a sigmoid of each logit of SigLIP, and a softmax of those of CLIP.
+    assert model.config.problem_type == ("multi_label_classification" if make is _siglip else None)
 
 
 def test_labels_are_scored_by_their_names(clip: str, tmp_path: Path) -> None:

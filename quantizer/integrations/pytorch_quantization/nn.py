@@ -21,6 +21,12 @@ class TensorQuantizer(OperandQuantizer):
     Without a loaded range, it uses the range of its current input, as in the toolkit.
     """
 
+    use_fb_fake_quant: ClassVar[bool] = False
+    """Whether all quantizers round with ``torch.fake_quantize_*``, which ``torch.onnx.export`` writes as Q/DQ nodes.
+
+    These operators multiply by 1 / scale: a value near a tie may become the neighboring integer.
+    """
+
     def __init__(self, quant_desc: QuantDescriptor | None = None) -> None:
         super().__init__()
         descriptor = quant_desc or QuantDescriptor()
@@ -79,12 +85,18 @@ class TensorQuantizer(OperandQuantizer):
     def forward(self, x: Tensor) -> Tensor:
         if self._collecting:
             self._calibrator.collect(x)
-        result: Tensor
-        if not self.enabled or self.scale is not None:
-            result = super().forward(x)
-        else:
-            result = ops.fake_quantize(x, _scale(amax_of(x, self.axis)), self.dtype, self.axis)
-        return result
+        if not self.enabled or (self.scale is not None and not self.use_fb_fake_quant):
+            result: Tensor = super().forward(x)
+            return result
+        scale = _scale(amax_of(x, self.axis)) if self.scale is None else self.scale
+        if not self.use_fb_fake_quant:
+            rounded: Tensor = ops.fake_quantize(x, scale, self.dtype, self.axis)
+            return rounded
+        limits = int(INT8.qmin), int(INT8.qmax)
+        zero_point = torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
+        if self.axis is None:
+            return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *limits)
+        return torch.fake_quantize_per_channel_affine(x, scale, zero_point, self.axis % x.dim(), *limits)
 
     def _set_amax(self, amax: Tensor) -> None:
         rounding = self.enabled

@@ -32,6 +32,7 @@ class SpeechToText(WritingTask):
     name = "speech-to-text"
     reads = "audio"
     auto_class = "AutoModelForSpeechSeq2Seq"
+    pipeline_class = "AutomaticSpeechRecognitionPipeline"
     metric_name = "wer"
     higher_is_better = False
     packages = ("scipy", "torchmetrics")
