@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import heading, minilm_sst2, sst2
+from common import SHARED, heading, minilm_sst2, sst2
 from data import imagenet_sample
 from efficientnet_lite import efficientnet_lite0
 from torch import Tensor, nn
+from transformers import AutoModel
 
 Job = Callable[[], tuple[nn.Module, Sequence[Any]]]
 
@@ -129,8 +130,15 @@ def efficientnet() -> tuple[nn.Module, Sequence[Any]]:
     return efficientnet_lite0(), list(images.split(16))
 
 
+def dinov2() -> tuple[nn.Module, Sequence[Any]]:
+    """DINOv2-small with 128 images."""
+    images = imagenet_sample()[0][:128]
+    model = AutoModel.from_pretrained(SHARED / "models/dinov2-small", dtype=torch.float32).eval()
+    return model, list(images.split(16))
+
+
 NETS: dict[str, Job] = {
-    job.__name__: job for job in (two_convolutions, unet, depthwise, lstm, attention, minilm, efficientnet)
+    job.__name__: job for job in (two_convolutions, unet, depthwise, lstm, attention, minilm, efficientnet, dinov2)
 }
 
 

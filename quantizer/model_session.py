@@ -32,7 +32,7 @@ from quantizer.plan.site_plan import Plan, with_biases_of
 from quantizer.plan.site_plan import with_fallback as without_groups
 from quantizer.plan.targets import AUTO
 from quantizer.plan.weight_scales import changed_buffers, with_scales_of_weights, without_codes, without_former_codes
-from quantizer.proxy.build import UnrewrittenSource, applied_patches, is_proxy, skipped_sources
+from quantizer.proxy.build import UnrewrittenSource, applied_patches, exportable, is_proxy, skipped_sources
 from quantizer.proxy.lower import is_lowered
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.settings import settings_of
@@ -395,7 +395,7 @@ class ModelSession:
         require_scales_of(quant_model, target.torch_dtype, target.name)
         warn_of_float32(target, regions)
         return export_onnx(
-            quant_model,
+            quant_model if is_proxy(quant_model) else exportable(quant_model),
             path,
             example,
             opset=opset or max(target.opset, least_opset(quant_model)),

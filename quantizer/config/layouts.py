@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from quantizer.plan.targets import AUTO, profile, profiles
-from quantizer.plan.targets.clients import Client
+from quantizer.plan.targets.clients import Layout
 from quantizer.utils.registry import TASKS_IN_PARTS
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ LAYOUTS = tuple(dict.fromkeys(layout for name in profiles if name != AUTO for la
 """The layouts of all backends."""
 
 
-def client(layout: str, backend: str) -> Client | None:
+def layout_of(layout: str, backend: str) -> Layout | None:
     """Return what a layout holds for a backend; None if it does not exist for it."""
     return profile(backend).layouts.get(layout)
 
@@ -53,7 +53,7 @@ def _problems(layout: str, task: str, settings: QuantizerConfig) -> Iterator[str
         return
     ranges = (settings.activations.ranges, *(rule.activations for rule in settings.formats))
     for backend in settings.candidates or (settings.backend,):
-        known = client(layout, backend)
+        known = layout_of(layout, backend)
         if known is None:
             yield f"{key} does not exist for backend {backend}; expected {' or '.join(backends_of([layout]))}"
             continue

@@ -19,6 +19,7 @@ from quantizer.errors import TaskError
 from quantizer.pipeline.processes import require_room_to_write
 from quantizer.pipeline.progress import StageTimer
 from quantizer.pipeline.resume import ResumeFiles
+from quantizer.proxy.build import exportable
 from quantizer.report import ModelInfo, Score, SizeEntry, size_entries
 from quantizer.tasks import (
     Batch,
@@ -34,6 +35,7 @@ from quantizer.tasks import (
 from quantizer.tasks.image_inputs import ImageInputs
 from quantizer.utils.batches import own_tensors
 from quantizer.utils.files import NO_STORE, Store
+from quantizer.utils.lazy import once_property
 from quantizer.utils.progress import loop
 
 Runnable: TypeAlias = nn.Module | Engine
@@ -156,6 +158,11 @@ class RunContext:
     feed: Feed
     floats: Store = NO_STORE
     exported: dict[str, Path] = field(default_factory=dict)
+
+    @once_property
+    def exportable(self) -> nn.Module:
+        """The float model in the form that the exporter takes; see ``proxy.build.exportable``."""
+        return exportable(self.model)
 
     def info(self, source: str, task: str) -> ModelInfo:
         """Return the source of the model, its task and the number of its parameters."""

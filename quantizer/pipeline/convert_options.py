@@ -15,7 +15,7 @@ from rich.console import Console
 
 from quantizer.config import RunConfig, quantizer_config
 from quantizer.config.describe import nearest
-from quantizer.config.layouts import LAYOUTS, backends_of, client
+from quantizer.config.layouts import LAYOUTS, backends_of, layout_of
 from quantizer.config.load import Draft, finished_run, run_draft
 from quantizer.config.yaml_file import read_yaml
 from quantizer.engines import backends
@@ -379,7 +379,7 @@ def _finished(draft: Draft, given: Mapping[str, Any], backend: tuple[str, ...] |
     """Return the configuration for a backend, for ``auto`` with its candidates, or of the file (None)."""
     if backend is not None and backend[0] != AUTO and "deliver" in given:
         # Of several backends, each writes the layouts that it has.
-        own = [name for name in given["deliver"] if client(name, backend[0]) is not None]
+        own = [name for name in given["deliver"] if layout_of(name, backend[0]) is not None]
         _set(draft, "deliver", [*_SERVING, *own], "deliver")
     option_text = f"--backend {' '.join(given.get('backend', ()))}"
     if backend is not None:
@@ -478,7 +478,7 @@ def _layout_problems(layouts: Sequence[str], names: Sequence[str] | None) -> Ite
         yield f"{shown}: no backend writes all of these; name several with --backend, and each writes those that it has"
     elif names is not None and AUTO not in names and set(names) <= set(backends.names()):
         for layout in layouts:
-            if all(client(layout, name) is None for name in names):
+            if all(layout_of(layout, name) is None for name in names):
                 yield (
                     f"--deliver {layout} does not exist for --backend {' '.join(names)}; expected "
                     f"{' or '.join(backends_of([layout]))}"

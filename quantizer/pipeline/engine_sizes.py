@@ -24,37 +24,34 @@ class EngineSizes:
     dimensions: Mapping[str, Sequence[int]]
     only: Sequence[Mapping[str, int]] = ()
 
-    def batch(self, samples: int) -> int:
-        """Return the size of the batches in which the engine runs a number of samples."""
-        minimum, _, maximum = self.dimensions[BATCH]
-        allowed = sorted({sizes[BATCH] for sizes in self.only if BATCH in sizes})
-        if allowed:
-            return next((size for size in allowed if size >= samples), allowed[-1])
-        return min(max(samples, minimum), maximum)
+    @property
+    def longest(self) -> int:
+        """The maximum length of a sample; 0 for an engine of one length."""
+        lengths = [sizes[SEQUENCE] for sizes in self.only if SEQUENCE in sizes]
+        return max(lengths, default=self.dimensions.get(SEQUENCE, (0,))[-1])
 
-    def batches(self, samples: int) -> Iterator[tuple[slice, int]]:
+    def fitting(self, samples: int, length: int = 0) -> tuple[int, int]:
+        """Return the size of the batches in which samples of a length run, and the length to which they are padded."""
+        minimum, _, maximum = self.dimensions[BATCH]
+        usual = min(max(samples, minimum), maximum), max(length, self.dimensions.get(SEQUENCE, (0,))[0])
+        if not self.only:
+            return usual
+        allowed = [(sizes.get(BATCH, usual[0]), sizes.get(SEQUENCE, usual[1])) for sizes in self.only]
+        fitting = [size for size in allowed if size[1] >= length]
+        enough = [size for size in fitting if size[0] >= samples]
+        return min(enough) if enough else min(fitting, key=lambda size: (-size[0], size[1]))
+
+    def batches(self, samples: int, length: int = 0) -> Iterator[tuple[slice, int]]:
         """Yield the samples of each batch, and the size to which the batch is filled."""
-        size = self.batch(samples)
+        size, _ = self.fitting(samples, length)
         for start in range(0, samples, size):
             stop = min(start + size, samples)
-            yield slice(start, stop), size if self.only else self.batch(stop - start)
-
-    def lengths(self, samples: int) -> tuple[int, Callable[[int], int]]:
-        """Return the maximum length of these samples, and a function from a length to the next one that is allowed."""
-        shortest, _, longest = self.dimensions[SEQUENCE]
-        size = self.batch(samples)
-        fitting = [sizes for sizes in self.only if sizes.get(BATCH, size) == size]
-        lengths = sorted(sizes[SEQUENCE] for sizes in fitting if SEQUENCE in sizes)
-
-        def padded(count: int) -> int:
-            return next((length for length in lengths if length >= count), max(count, shortest))
-
-        return (lengths[-1] if lengths else longest), padded
+            yield slice(start, stop), size if self.only else self.fitting(stop - start, length)[0]
 
     def run(
-        self, engine: Callable[[Mapping[str, Array]], Mapping[str, Array]], inputs: Mapping[str, Array]
+        self, engine: Callable[[Mapping[str, Array]], Mapping[str, Array]], inputs: Mapping[str, Array], length: int = 0
     ) -> dict[str, Array]:
-        """Return the outputs of any number of samples, from inputs of an allowed length.
+        """Return the outputs of any number of samples, from inputs padded to ``length``, one that ``fitting`` returned.
 
         The samples run in batches of an allowed size. The last sample repeats to fill a batch.
 
@@ -63,7 +60,7 @@ class EngineSizes:
         """
         samples = len(next(iter(inputs.values())))
         parts = []
-        for chunk, size in self.batches(samples):
+        for chunk, size in self.batches(samples, length):
             outputs = engine({name: _filled(value[chunk], size) for name, value in inputs.items()})
             if size == samples:
                 return dict(outputs)
@@ -74,7 +71,12 @@ class EngineSizes:
                         f"sample: call the engine with {size} samples"
                     )
             parts.append({name: value[: chunk.stop - chunk.start] for name, value in outputs.items()})
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return joined(parts)
+
+
+def joined(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    """Return the outputs of several batches as those of one."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _filled(value: Array, size: int) -> Array:

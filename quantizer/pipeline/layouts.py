@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.config.layouts import client
+from quantizer.config import ModelConfig
+from quantizer.config.layouts import layout_of
 from quantizer.engines import GraphWriter, backend
 from quantizer.errors import TaskError
 from quantizer.pipeline.job import Job
 from quantizer.pipeline.load import write_json
 from quantizer.pipeline.triton import link_file, link_onnx
-from quantizer.plan.targets.clients import Client
+from quantizer.plan.targets.clients import Layout
 from quantizer.tasks import save_processor
+from quantizer.tasks.checkpoints import read_prompts
 from quantizer.tasks.outputs import MEAN, SentencePooling
 from quantizer.tasks.zero_shot import TextTower
 from quantizer.utils.paths import is_file
@@ -24,23 +27,28 @@ _MODULES = "sentence_transformers.models"
 
 
 def check_layouts(job: Job) -> None:
-    """Raise if the loaded model or its tokenizer does not fit a layout."""
+    """Raise if the loaded model or its tokenizer does not fit a layout of a backend that may be chosen."""
+    for backend_name in job.among or (job.config.quantizer.backend,):
+        _check(job, _layouts(job, backend_name))
+
+
+def _check(job: Job, layouts: Mapping[str, Layout]) -> None:
     model: Any = job.model
-    for layout, known in _layouts(job).items():
+    for name, layout in layouts.items():
         # A module of a function has no task, and no layouts.
         task, source = job.context.task.name, job.config.model.source
-        if known.classes and isinstance(model, TextTower):
+        if layout.classes and isinstance(model, TextTower):
             raise TaskError(
-                f"deliver: {layout!r} has no class for the text tower of {model.config.model_type}; remove it"
+                f"deliver: {name!r} has no class for the text tower of {model.config.model_type}; remove it"
             )
-        if task in known.unmasked and "attention_mask" in job.context.feed.example():
+        if task in layout.unmasked and "attention_mask" in job.context.feed.example():
             raise TaskError(
-                f"deliver: {layout!r} loads task {task!r} with {known.classes[task]}, which passes no attention mask, "
+                f"deliver: {name!r} loads task {task!r} with {layout.classes[task]}, which passes no attention mask, "
                 f"but {source} needs one; remove it, or use another backend"
             )
-        if layout == _NEEDS_FAST_TOKENIZER and not getattr(job.context.processor, "is_fast", True):
+        if name == _NEEDS_FAST_TOKENIZER and not getattr(job.context.processor, "is_fast", True):
             raise TaskError(
-                f"deliver: {layout!r} needs a tokenizer.json, but the tokenizer of {source} is "
+                f"deliver: {name!r} needs a tokenizer.json, but the tokenizer of {source} is "
                 f"{type(job.context.processor).__name__}, which writes none; remove it, or use a fast tokenizer"
             )
 
@@ -50,13 +58,13 @@ def write_layouts(job: Job, onnx: Path, *, quantized: bool) -> None:
     model: Any = job.model
     task = job.context.task
     first: Path | None = None
-    for layout, known in _layouts(job).items():
+    for name, layout in _layouts(job, job.config.quantizer.backend).items():
         if job.only_sizes:
             # These files are compiled for all sizes.
-            job.timer.say(f"warning: deliver: {layout!r} is not written, because the engine accepts only some sizes")
+            job.timer.say(f"warning: deliver: {name!r} is not written, because the engine accepts only some sizes")
             continue
-        folder = job.target / layout
-        graph = folder / (known.file if quantized else known.file.replace("_quantized", ""))
+        folder = job.target / name
+        graph = folder / (layout.file if quantized else layout.file.replace("_quantized", ""))
         graph.parent.mkdir(parents=True, exist_ok=True)
         if graph.suffix == ".onnx":
             link_onnx(onnx, graph)
@@ -68,19 +76,18 @@ def write_layouts(job: Job, onnx: Path, *, quantized: bool) -> None:
         else:
             for suffix in (".xml", ".bin"):
                 link_file(first.with_suffix(suffix), graph.with_suffix(suffix))
-        if known.classes:
-            model.config.save_pretrained(folder)
+        if layout.classes:
             save_processor(job.context.processor, model.config, folder)
             _adapt_tokenizer(folder / "tokenizer_config.json")
-        if known.classes.get(task.name) == _SENTENCES:
+        if layout.classes.get(task.name) == _SENTENCES:
             pooling = getattr(model, "sentence_pooling", MEAN)
-            _write_modules(folder, pooling, model.config.hidden_size, job.config.model.max_length)
+            _write_modules(folder, pooling, model.config.hidden_size, job.config.model)
 
 
-def _layouts(job: Job) -> dict[str, Client]:
-    """Return the layouts of a run, by name."""
-    found = {name: client(name, job.config.quantizer.backend) for name in job.config.deliver}
-    return {name: known for name, known in found.items() if known is not None}
+def _layouts(job: Job, backend_name: str) -> dict[str, Layout]:
+    """Return the layouts of a run that a backend has, by name."""
+    layouts = {name: layout_of(name, backend_name) for name in job.config.deliver}
+    return {name: layout for name, layout in layouts.items() if layout is not None}
 
 
 def _adapt_tokenizer(path: Path) -> None:
@@ -97,7 +104,7 @@ def _adapt_tokenizer(path: Path) -> None:
     write_json(path, settings)
 
 
-def _write_modules(folder: Path, pooling: SentencePooling, width: int, max_length: int) -> None:
+def _write_modules(folder: Path, pooling: SentencePooling, width: int, model: ModelConfig) -> None:
     """Write the modules after the graph: pooling, and normalization if the model has it."""
     kinds = {"Transformer": "", "Pooling": "1_Pooling", **({"Normalize": "2_Normalize"} if pooling.normalize else {})}
     modules = [
@@ -108,10 +115,8 @@ def _write_modules(folder: Path, pooling: SentencePooling, width: int, max_lengt
         (folder / path).mkdir()
     write_json(folder / "modules.json", modules)
     modes = pooling.modes[0] if len(pooling.modes) == 1 else list(pooling.modes)
-    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": width, "pooling_mode": modes})
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
-    known = {"default": pooling.prompt, "query": pooling.query_prompt, "document": pooling.document_prompt}
-    prompts = {name: text for name, text in known.items() if text}
-    settings: dict[str, Any] = {"prompts": prompts} if prompts else {}
-    settings |= {"default_prompt_name": "default"} if pooling.prompt else {}
-    write_json(folder / "config_sentence_transformers.json", {**settings, "similarity_fn_name": pooling.similarity})
+    of_pooling = {"word_embedding_dimension": width, "pooling_mode": modes, "include_prompt": pooling.include_prompt}
+    write_json(folder / "1_Pooling" / "config.json", of_pooling)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": model.max_length, "do_lower_case": False})
+    settings = {**read_prompts(model.source), "similarity_fn_name": pooling.similarity}
+    write_json(folder / "config_sentence_transformers.json", settings)

@@ -33,7 +33,7 @@ from quantizer.engines import Array, Engine, TensorSpec, backend, load_engine
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.pipeline.context import engine_run
 from quantizer.pipeline.engine_module import CallForm, EngineModule
-from quantizer.pipeline.engine_sizes import EngineSizes
+from quantizer.pipeline.engine_sizes import EngineSizes, joined
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.plan.targets import profiles
 from quantizer.report import collect_machine, read_record
@@ -46,6 +46,7 @@ from quantizer.utils.files import restore_folder
 from quantizer.utils.lazy import once_property
 from quantizer.utils.paths import is_file, is_folder, regular_file
 from quantizer.utils.plain_values import decoded, json_values, yaml_values
+from quantizer.utils.sizes import SEQUENCE
 
 CONFIG = "config.json"
 ENGINE = "model.engine"
@@ -107,7 +108,12 @@ class Converted:
         More samples than the engine's maximum run in several batches, all padded to the longest sample.
         """
         self._check(samples)
-        return self.sizes.run(self.engine, self.inputs(samples))
+        if self._reads == "image":
+            # Images need no common length, and many of them much memory.
+            chunks = [samples[chunk] for chunk, _ in self.sizes.batches(len(samples))]
+            return joined([self.sizes.run(self.engine, self.inputs(chunk)) for chunk in chunks])
+        inputs = self.inputs(samples)
+        return self.sizes.run(self.engine, inputs, self.length(inputs))
 
     def labels(self, samples: Sequence[Sample]) -> list[str]:
         """Return the predicted label of each text, image or recording; any number of them."""
@@ -146,22 +152,27 @@ class Converted:
         return str(self.processor.decode(greedy(self.engine, ids, tokens, self.processor.eos_token_id)))
 
     def _tokens(self, texts: Sequence[Sample]) -> Any:
-        longest, padded = self.sizes.lengths(len(texts))
         options = {"truncation": True, "return_tensors": "np"}
         with self._tokenizing:
-            encoded = self.processor(list(texts), padding="longest", max_length=longest, **options)
+            encoded = self.processor(list(texts), padding="longest", max_length=self.sizes.longest, **options)
             count = encoded["input_ids"].shape[1]
-            if count < padded(count):
-                encoded = self.processor(list(texts), padding="max_length", max_length=padded(count), **options)
+            _, length = self.sizes.fitting(len(texts), count)
+            if count < length:
+                encoded = self.processor(list(texts), padding="max_length", max_length=length, **options)
         return encoded
 
     def _recordings(self, paths: Sequence[Path]) -> dict[str, Array]:
         recordings = Recordings(getattr(self.processor, "feature_extractor", self.processor), self.config["seconds"])
         if "sequence" not in self.config["dimensions"]:
             return recordings.arrays(paths)
-        longest, padded = self.sizes.lengths(len(paths))
-        waves = [recordings.wave(path)[: min(longest, recordings.samples)] for path in paths]
-        return recordings.extracted(waves, padded(max(map(len, waves))))
+        most = min(self.sizes.longest, recordings.samples)
+        waves = [recordings.wave(path)[:most] for path in paths]
+        return recordings.extracted(waves, self.sizes.fitting(len(paths), max(map(len, waves)))[1])
+
+    def length(self, inputs: Mapping[str, Array]) -> int:
+        """Return the length of inputs; 0 for an engine of one length."""
+        shapes = [(inputs[spec["name"]].shape, spec["shape"]) for spec in self.config["inputs"]]
+        return next((has[names.index(SEQUENCE)] for has, names in shapes if SEQUENCE in names), 0)
 
     @property
     def sizes(self) -> EngineSizes:
@@ -409,9 +420,10 @@ def load(
 
 def _refuse_layout(folder: Path) -> None:
     """Raise if a folder is a layout for another client."""
-    graphs = {known.file for name in profiles.names() for known in profiles[name].layouts.values()}
-    ours = is_file(folder / "config.yaml") or next(folder.glob("*.engine"), None) is not None
-    if not ours and any(is_file(folder / graph) for graph in graphs):
+    graphs = {layout.file for name in profiles.names() for layout in profiles[name].layouts.values()}
+    if not is_folder(folder) or is_file(folder / "config.yaml") or any(folder.glob("*.engine")):
+        return
+    if any(is_file(folder / graph) for graph in graphs):
         raise QuantizerError(
             f"{folder} is a layout for another client, without an engine; load it with that client (see "
             "docs/how-to/serve-with.md), or load the folder above it, which has the engine"

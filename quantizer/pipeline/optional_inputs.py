@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quantizer.errors import CalibrationError
 from quantizer.proxy.restored_state import untouched
 from quantizer.tasks import Batch
-from quantizer.utils.sizes import DataSizes
+from quantizer.utils.sizes import BATCH, DataSizes
 from quantizer.utils.structure import flattened
 
 _FILLS = (0, 1)
@@ -59,10 +59,15 @@ def omitted_arguments(model: nn.Module, batches: Sequence[Batch]) -> dict[str, O
     fills = {name: fill for name, fill in fills.items() if fill is not None}
     omitted = {}
     for name, fill in fills.items():
-        shape = _shape(name, having[name], set(fills))
+        shape = _shape(name, batches, set(fills))
         if fill is not None and shape is not None:
             dtype = str(having[name][0][name].dtype).removeprefix("torch.")
-            omitted[name] = Omitted(fill, dtype, shape)
+            tensor = Omitted(fill, dtype, shape)
+            without = next((batch for batch in batches if name not in batch), None)
+            if without is None or _is_equal(
+                _outputs(model, without | {name: tensor.tensor(without)}), _outputs(model, without) or []
+            ):
+                omitted[name] = tensor
     return omitted
 
 
@@ -99,20 +104,28 @@ def _fill(model: nn.Module, name: str, batch: Batch) -> int | None:
 
 
 def _shape(name: str, batches: Sequence[Batch], omissible: Collection[str]) -> tuple[int | tuple[str, int], ...] | None:
-    """Return the shape of an argument as ``Omitted`` has it, from batches that have it; None if it is unknown."""
-    axes = DataSizes.of(batches).axes
-    sources = {
-        dimension: (key, axis)
-        for key, opened in axes.items()
-        if key not in omissible
-        for axis, dimension in opened.items()
-    }
+    """Return the shape of an argument as ``Omitted`` has it; None if it is unknown.
+
+    An axis follows an axis of another input that varies in all batches, and has its size in those with the argument.
+    """
+    sources = DataSizes.of([{key: value for key, value in one.items() if key not in omissible} for one in batches]).axes
+    having = [batch for batch in batches if name in batch]
     shape: list[int | tuple[str, int]] = []
-    for axis, size in enumerate(batches[0][name].shape):
-        dimension = axes[name].get(axis)
-        if dimension is not None and dimension not in sources:
+    for axis, size in enumerate(having[0][name].shape):
+        sizes = [batch[name].shape[axis] for batch in having]
+        alike = {
+            dimension: (key, place)
+            for key, opened in sources.items()
+            for place, dimension in opened.items()
+            if [batch[key].shape[place] for batch in having] == sizes
+        }
+        if axis == 0 and BATCH in alike:
+            shape.append(alike[BATCH])
+            continue
+        alike.pop(BATCH, None)
+        if len(alike) > 1 or (not alike and len(set(sizes)) > 1):
             return None
-        shape.append(int(size) if dimension is None else sources[dimension])
+        shape.append(next(iter(alike.values()), int(size)))
     return tuple(shape)
 
 

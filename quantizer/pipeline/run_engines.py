@@ -31,7 +31,6 @@ from quantizer.pipeline.context import RunContext, Runnable
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM, Graphs
 from quantizer.pipeline.time_groups import EngineFiles, Timing
 from quantizer.plan.site_plan import plan_digest
-from quantizer.proxy.build import exportable
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_versions
 from quantizer.tasks import Batch
@@ -297,7 +296,7 @@ def export_float(
             if earlier != path:
                 copy_file(earlier, path)
             return
-        module = graphs.modules(exportable(context.model))[graph]
+        module = graphs.modules(context.exportable)[graph]
         example, axes = graphs.example(graph), graphs.axes(graph)
 
         def write() -> None:

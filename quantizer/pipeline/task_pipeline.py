@@ -26,8 +26,8 @@ def load_pipeline(
     """Return the transformers pipeline of a converted engine: texts, images or recordings in, results out.
 
     The results are those of the transformers pipeline for the task, such as ``[{"label": ..., "score": ...}]``. It
-    takes one sample or any number of samples. Texts are cut to the engine's maximum length, and recordings to the
-    seconds of the conversion.
+    takes one sample or any number of samples. Texts are cut to the engine's maximum length. Recordings in files and
+    arrays are cut to the seconds of the conversion, unless ``chunk_length_s`` cuts them into parts.
 
     Args:
         folder: the folder OUT/BACKEND that ``quantizer convert`` wrote.
@@ -35,7 +35,7 @@ def load_pipeline(
         verify: compare the engine file with its checksum.
         trust: load a compiled torch engine, which is native code, even if this process did not build it.
         options: options of the pipeline, such as ``top_k``, ``aggregation_strategy`` or ``batch_size``. The default of
-            ``batch_size`` is the usual batch size of the engine.
+            ``batch_size`` is the usual batch size of the engine, or 1 if padding would change the results.
 
     Raises:
         QuantizerError: the folder is not a conversion, or is damaged, or transformers has no pipeline for its task.
@@ -56,7 +56,7 @@ def load_pipeline(
     defaults: dict[str, Any] = {"batch_size": batch, **task.pipeline_options}
     if task.reads == "text":
         processors = {"tokenizer": processor}
-        processor.model_max_length = converted.sizes.lengths(batch)[0]
+        processor.model_max_length = converted.sizes.longest
     elif task.reads == "image":
         processors = {"image_processor": processor}
     else:
@@ -100,10 +100,12 @@ class _ReadsFiles:
         config = self.converted.config
         if isinstance(inputs, str | Path) and tasks[config["task"]].reads == "image":
             inputs = read_image(Path(inputs))
-        elif isinstance(inputs, str | Path) and tasks[config["task"]].reads == "audio":
+        elif isinstance(inputs, str | Path | np.ndarray) and tasks[config["task"]].reads == "audio":
             processor = self.converted.processor
             recordings = Recordings(getattr(processor, "feature_extractor", processor), config["seconds"])
-            inputs = recordings.wave(Path(inputs))[: recordings.samples]
+            inputs = inputs if isinstance(inputs, np.ndarray) else recordings.wave(Path(inputs))
+            if not options.get("chunk_length_s"):
+                inputs = inputs[: recordings.samples]
         return super().preprocess(inputs, *args, **options)  # type: ignore[misc]
 
 
@@ -127,7 +129,7 @@ class _RunsEngine:
         engine, config = self.converted.engine, self.converted.config
         padded, cut = _padded(self.converted, {name: value.numpy() for name, value in inputs.items()})
         arrays = {spec.name: padded[spec.name].astype(spec.dtype, copy=False) for spec in engine.inputs}
-        outputs = self.converted.sizes.run(engine, arrays)
+        outputs = self.converted.sizes.run(engine, arrays, self.converted.length(arrays))
         result = transformers_package().utils.ModelOutput()
         for spec in config["outputs"]:
             axes = tuple(cut if size == SEQUENCE else slice(None) for size in spec["shape"])
@@ -149,7 +151,7 @@ def _padded(converted: Converted, inputs: Mapping[str, Array]) -> tuple[dict[str
         )
     fill = {"input_ids": getattr(processor, "pad_token_id", 0)}
     left = getattr(processor, "padding_side", "right") == "left"
-    count = len(next(iter(inputs.values())))
+    count, longest = len(next(iter(inputs.values()))), converted.sizes.longest
     result, cut = {}, slice(None)
     for name, shape in shapes.items():
         value = inputs[name]
@@ -157,8 +159,7 @@ def _padded(converted: Converted, inputs: Mapping[str, Array]) -> tuple[dict[str
         for axis, size in enumerate(shape):
             have = value.shape[axis]
             if size == SEQUENCE:
-                longest, padded = converted.sizes.lengths(count)
-                size = min(padded(have), longest)
+                _, size = converted.sizes.fitting(count, min(have, longest))
             if axis == 0 or not isinstance(size, int):
                 continue
             if have > size:

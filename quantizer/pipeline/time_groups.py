@@ -34,7 +34,7 @@ from quantizer.errors import EngineError
 from quantizer.export.exporter import export_onnx
 from quantizer.export.qdq.onnx_file import input_dimensions, read_graph
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import sites_of
+from quantizer.proxy.build import exportable, sites_of
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine, collect_versions
 from quantizer.report.text import counted
@@ -395,5 +395,5 @@ def _exported_pair(
     )
     quantized = quantizer.quantize(model)
     quantizer.export(quantized, low.onnx, example)
-    export_onnx(model, plain.onnx, example, opset=quantizer.config.target.opset, dtype=torch.float32)
+    export_onnx(exportable(model), plain.onnx, example, opset=quantizer.config.target.opset, dtype=torch.float32)
     return quantized, low, plain

@@ -321,21 +321,29 @@ def read_pooling(source: str, *, asymmetric: bool = False) -> SentencePooling:
             f"model source {source!r}: its modules.json has {', '.join(kinds)}, expected Transformer in the folder "
             f"itself, Pooling, and perhaps Normalize; {_OTHERWISE}"
         )
-    similarity, (prompt, *roles) = _similarity_and_prompts(source)
-    with_prompt = any(roles) if asymmetric else bool(prompt)
-    modes = _modes(source, _read(source, f"{paths[1]}/config.json"), with_prompt=with_prompt)
+    similarity, (prompt, of_query, of_document) = _similarity_and_prompts(source)
+    with_prompt = bool(of_query or of_document) if asymmetric else bool(prompt)
+    settings = _read(source, f"{paths[1]}/config.json")
+    settings = settings if isinstance(settings, Mapping) else {}
+    include_prompt = settings.get("include_prompt", True) is not False
+    if with_prompt and not include_prompt:
+        raise TaskError(
+            f"model source {source!r}: its pooling leaves out the tokens of a prompt (include_prompt), which is not "
+            f"supported: {_OTHERWISE}"
+        )
+    modes = _modes(source, settings)
     sentence = _read(source, "sentence_bert_config.json") or {}
     if isinstance(sentence, Mapping) and sentence.get("do_lower_case"):
         raise TaskError(
             f"model source {source!r}: its sentence_bert_config.json has do_lower_case, which the tokenizer "
             f"ignores: set it in tokenizer_config.json, or {_OTHERWISE}"
         )
-    return SentencePooling(modes, len(kinds) == len(_KINDS), similarity, prompt, *roles)
+    normalizes = len(kinds) == len(_KINDS)
+    return SentencePooling(modes, normalizes, similarity, prompt, of_query, of_document, include_prompt)
 
 
-def _modes(source: str, settings: Any, *, with_prompt: bool) -> tuple[str, ...]:
+def _modes(source: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the pooling modes in the config of the pooling."""
-    settings = settings if isinstance(settings, Mapping) else {}
     if "pooling_mode" in settings:
         named = settings["pooling_mode"]
         modes = (named,) if isinstance(named, str) else tuple(named or ())
@@ -346,13 +354,10 @@ def _modes(source: str, settings: Any, *, with_prompt: bool) -> tuple[str, ...]:
             f"model source {source!r}: the config.json of its pooling says {modes or 'no mode'}, expected some of "
             f"{', '.join(MODES)}: save the model again with sentence-transformers"
         )
-    if with_prompt and settings.get("include_prompt", True) is False:
-        raise TaskError(
-            f"model source {source!r}: its pooling leaves out the tokens of a prompt (include_prompt), which is not "
-            f"supported: {_OTHERWISE}"
-        )
     return modes
 
+
+_SETTINGS = "config_sentence_transformers.json"
 
 _ROLES = (("query",), ("document", "passage", "corpus"))
 """The names of the prompts of queries and of documents in sentence-transformers; the first that exists is used.
@@ -363,7 +368,7 @@ Without one there is no prompt: the default prompt is for other texts.
 
 def _similarity_and_prompts(source: str) -> tuple[str, list[str]]:
     """Return the name of the similarity function, and the prompts of sentences, queries and documents."""
-    settings = _read(source, "config_sentence_transformers.json")
+    settings = _read(source, _SETTINGS)
     settings = settings if isinstance(settings, Mapping) else {}
     similarity = settings.get("similarity_fn_name") or SIMILARITIES[0]
     if similarity not in SIMILARITIES:
@@ -383,6 +388,13 @@ def _similarity_and_prompts(source: str) -> tuple[str, list[str]]:
                 "correct config_sentence_transformers.json"
             )
     return similarity, ["" if name is None else prompts[name] for name in names]
+
+
+def read_prompts(source: str) -> dict[str, Any]:
+    """Return the prompts of a model's folder and the name of the default one, as sentence-transformers writes them."""
+    settings = _read(source, _SETTINGS)
+    settings = settings if isinstance(settings, Mapping) else {}
+    return {key: settings[key] for key in ("prompts", "default_prompt_name") if settings.get(key)}
 
 
 def _read(source: str, name: str) -> Any:

@@ -27,6 +27,8 @@ _ORIENTATION, _TURNED = 0x0112, 5
 """The tag of EXIF for the orientation, and the first of its values that swaps width and height."""
 _ASPECTS = ((96, 64), (64, 96))
 """Width and height of two test images, which a processor must resize to one size."""
+_STRIDE = 32
+"""The usual step of backbones in pixels, of which padded sizes are multiples."""
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +123,9 @@ def _to_a_square(processor: Any, *, masked: bool) -> tuple[Any, bool]:
     size = getattr(processor, "size", None) or {}
     shortest, longest = size.get("shortest_edge"), size.get("longest_edge")
     if masked and longest and getattr(processor, "do_pad", False):
-        square.pad_size = {"height": longest, "width": longest}
+        # A long side is rounded, and may exceed the limit by some pixels.
+        side = (longest // _STRIDE + 1) * _STRIDE
+        square.pad_size = {"height": side, "width": side}
         return square, True
     if shortest:
         square.size = {"height": shortest, "width": shortest}

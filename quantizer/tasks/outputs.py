@@ -139,6 +139,7 @@ class SentencePooling:
         prompt: the text in front of each sentence.
         query_prompt: the text in front of each query of a search.
         document_prompt: the text in front of each document of a search.
+        include_prompt: whether the tokens of a prompt are pooled too; False is only kept for other clients.
     """
 
     modes: tuple[str, ...]
@@ -147,6 +148,7 @@ class SentencePooling:
     prompt: str = ""
     query_prompt: str = ""
     document_prompt: str = ""
+    include_prompt: bool = True
 
     def embeddings(self, hidden_BSD: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [B x E] of sentences."""

@@ -33,21 +33,24 @@ _SCORES_AT_ONCE = 1 << 22
 
 
 def nearest(
-    queries_NE: npt.NDArray[np.float64], documents_ME: npt.NDArray[np.float64], *, leave_one_out: bool = False
+    queries_NE: npt.NDArray[np.float64],
+    documents_ME: npt.NDArray[np.float64],
+    *,
+    left_out: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.int64]:
     """Return the indices of the documents with the largest dot products [N x K], the largest first; ties by index.
 
     Args:
         queries_NE: the embeddings of the queries.
         documents_ME: the embeddings of the documents.
-        leave_one_out: whether the queries are the documents themselves, which must not find themselves.
+        left_out: the index of a document that each query must not find, such as itself [N].
     """
     rows = max(1, _SCORES_AT_ONCE // len(documents_ME))
     rankings = []
     for start in range(0, len(queries_NE), rows):
         scores = queries_NE[start : start + rows] @ documents_ME.T
-        if leave_one_out:
-            scores[np.arange(len(scores)), start + np.arange(len(scores))] = -np.inf
+        if left_out is not None:
+            scores[np.arange(len(scores)), left_out[start : start + rows]] = -np.inf
         rankings.append(np.argsort(-scores, axis=1, kind="stable")[:, :RECALL_DEPTH])
     return np.concatenate(rankings)
 
@@ -178,13 +181,15 @@ _CLASS_TOKENS = ("cls_token", "class_embedding")
 class ImageFeatureExtraction(RankingTask):
     """Images to embeddings [N x E], scored by NDCG@10: each image should find the others with its label.
 
-    The embedding is the class token, or the mean over all tokens or pixels of a model without one. Images without
-    labels can be calibrated and compared, but not scored.
+    The embedding is the class token, or the mean over all tokens or pixels of a model without one. An image that is
+    alone with its label can be found, but does not count as a query. Images without labels can be calibrated and
+    compared, but not scored.
     """
 
     name = "image-feature-extraction"
     reads = "image"
     auto_class = "AutoModel"
+    pipeline_class = "ImageFeatureExtractionPipeline"
     output_name = "last_hidden_state"
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
@@ -206,28 +211,32 @@ class ImageFeatureExtraction(RankingTask):
         return output[:, 0] if self._has_class_token else output.mean(dim=1)
 
     def targets(self, examples: Sequence[Example]) -> npt.NDArray[Any]:
-        self._labels(examples)
-        return super().targets(examples)
+        """Return the best scores of each image that shares its label [N x 2], which are 1."""
+        return np.ones((len(self._queries(examples)), 2))
 
     def rank(
         self, outputs: npt.NDArray[np.float32], examples: Sequence[Example]
     ) -> tuple[npt.NDArray[np.int64], Iterable[Mapping[int, float]]]:
-        labels = np.array(self._labels(examples))
-        embeddings = of_length_one(outputs)
+        queries, embeddings = self._queries(examples), of_length_one(outputs)
+        labels = _labels(examples)
         same = {label: np.flatnonzero(labels == label).tolist() for label in set(labels)}
         # One at a time: many images of few labels would need much memory together.
-        gains = (
-            dict.fromkeys((other for other in same[label] if other != image), 1.0) for image, label in enumerate(labels)
-        )
-        return nearest(embeddings, embeddings, leave_one_out=True)[:, : len(labels) - 1], gains
+        gains = (dict.fromkeys((other for other in same[labels[image]] if other != image), 1.0) for image in queries)
+        return nearest(embeddings[queries], embeddings, left_out=queries)[:, : len(labels) - 1], gains
 
-    def _labels(self, examples: Sequence[Example]) -> list[str]:
-        """Return the label of each image."""
-        images = examples_of_kind(examples, Image, self.name)
-        counts = Counter(str(image.label) for image in images)
-        if max(counts.values(), default=0) < 2:
+    def _queries(self, examples: Sequence[Example]) -> npt.NDArray[np.int64]:
+        """Return the indices of the images that share their label."""
+        labels = _labels(examples)
+        counts = Counter(labels)
+        queries = np.flatnonzero([counts[label] > 1 for label in labels])
+        if not len(queries):
             raise TaskError(
-                f"task {self.name!r}: no two of the {len(images)} images have the same label, so no image can find "
+                f"task {self.name!r}: no two of the {len(labels)} images have the same label, so no image can find "
                 "another one; expected several images of each label"
             )
-        return [str(image.label) for image in images]
+        return queries
+
+
+def _labels(examples: Sequence[Example]) -> npt.NDArray[Any]:
+    """Return the label of each image."""
+    return np.array([str(image.label) for image in examples_of_kind(examples, Image, ImageFeatureExtraction.name)])

@@ -30,9 +30,8 @@ from tiny_vision import tiny_images, tiny_segformer, tiny_vit
 
 from quantizer import load_converted
 from quantizer.cli.main import main
-from quantizer.config.layouts import client
+from quantizer.config.layouts import layout_of
 from quantizer.pipeline import benchmark
-from quantizer.pipeline import time_groups as place_groups
 from quantizer.tasks.outputs import MEAN
 
 pytestmark = pytest.mark.nightly
@@ -52,8 +51,6 @@ WORDS = ["--batch-size", "1", "2", "4", "--seq-len", "8", "16", "32"]
 def _convert(model: Path, output: Path, *words: str, data: str, backends: Sequence[str] = tuple(LIMITS)) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
-        # Of a model as small as this it depends on the CPU which groups are slower in integers.
-        patch.setattr(place_groups, "is_faster", lambda *_: False)
         options = ["--quantization", "--calibration", data, "--backend", *backends, "-o", str(output)]
         assert main(["convert", "-m", str(model), *options, *words]) == 0
 
@@ -208,7 +205,7 @@ def _check_optimum(
         inputs = given(served)
         np.savez(folder / "given.npz", **inputs)
         ours = served.engine({spec.name: inputs[spec.name].astype(spec.dtype) for spec in served.engine.inputs})
-        known = client("optimum", backend)
+        known = layout_of("optimum", backend)
         assert known is not None
         code = OPTIMUM.format(
             module=module,

@@ -180,7 +180,7 @@ def test_texts_are_padded_as_their_own_call_asks(tmp_path: Path) -> None:
 
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]))
     tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
-    config = {"task": "sequence-classification", "dimensions": {"sequence": [8, 8, 16]}}
+    config = {"task": "sequence-classification", "dimensions": {"batch": [1, 1, 1], "sequence": [8, 8, 16]}}
     inputs: Any = SimpleNamespace(inputs=(TensorSpec("input_ids", np.dtype(np.int64), (None, None)),))
     converted = Converted(config, inputs, tokenizer)
 

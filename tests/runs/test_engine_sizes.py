@@ -42,11 +42,32 @@ def test_any_number_of_samples(
 
 
 def test_lengths_are_those_of_the_batches_that_run() -> None:
-    longest, padded = EngineSizes({"batch": (1, 2, 4), "sequence": (8, 16, 32)}).lengths(9)
-    assert (longest, padded(3), padded(11)) == (32, 8, 11)
-    longest, padded = EngineSizes({"batch": (2, 2, 4), "sequence": (8, 16, 32)}, ONLY).lengths(9)
-    assert (longest, padded(3), padded(17)) == (32, 16, 32)
-    assert EngineSizes({"batch": (2, 2, 4), "sequence": (8, 16, 32)}, ONLY).lengths(1)[0] == 8
+    sizes = EngineSizes({"batch": (1, 2, 4), "sequence": (8, 16, 32)})
+    assert (sizes.longest, sizes.fitting(9, 3), sizes.fitting(9, 11)) == (32, (4, 8), (4, 11))
+    only = EngineSizes({"batch": (2, 2, 4), "sequence": (8, 16, 32)}, ONLY)
+    assert (only.longest, only.fitting(9, 3), only.fitting(9, 17)) == (32, (4, 16), (4, 32))
+    assert only.fitting(1, 3) == (2, 8)
+    assert EngineSizes({"batch": (1, 2, 4)}).longest == 0
+
+
+def test_a_larger_batch_with_a_shorter_limit_cuts_no_sample() -> None:
+    """Of the sizes of an engine, the largest batch often has the shortest length."""
+    pairs = ((8, 128), (1, 512), (32, 16), (3, 256), (16, 45))
+    only = tuple({"batch": batch, "sequence": length} for batch, length in pairs)
+    sizes = EngineSizes({"batch": (1, 8, 32), "sequence": (16, 128, 512)}, only)
+    assert sizes.fitting(10, 100) == (8, 128)
+    assert sizes.fitting(40, 100) == (8, 128)
+    assert sizes.fitting(40, 12) == (32, 16)
+    assert sizes.fitting(2, 300) == (1, 512)
+    ran = []
+
+    def engine(inputs: Mapping[str, Any]) -> dict[str, Any]:
+        ran.append(inputs["x"].shape)
+        return {"y": inputs["x"].sum(1)}
+
+    values = np.arange(10.0 * 128).reshape(10, 128)
+    assert np.array_equal(sizes.run(engine, {"x": values}, 128)["y"], values.sum(1))
+    assert ran == [(8, 128), (8, 128)]
 
 
 def test_outputs_that_are_not_one_for_each_sample() -> None:

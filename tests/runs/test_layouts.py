@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from tiny_run import tiny_run
 import quantizer
 from quantizer.cli.main import main
 from quantizer.config import RunConfig
-from quantizer.config.layouts import LAYOUTS, backends_of, client
+from quantizer.config.layouts import LAYOUTS, backends_of, layout_of
 from quantizer.config.schema import check_run
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.engines.openvino.engine import OpenVINOBackend
@@ -50,10 +51,11 @@ def job_of(checkpoint: Path, target: Path, task: str, backend: str, *layouts: st
     """The parts of a job that layouts are written from, with a graph of one operator."""
     write_onnx(target / "model.onnx")
     config = {"deliver": layouts, "quantizer": SimpleNamespace(backend=backend)}
-    config["model"] = SimpleNamespace(max_length=48, source="my-model")
+    config["model"] = SimpleNamespace(max_length=48, source=str(checkpoint / "model"))
     facts = {
         "config": SimpleNamespace(**config),
         "target": target,
+        "among": None,
         "model": transformers.AutoModel.from_pretrained(checkpoint / "model"),
         "context": SimpleNamespace(
             task=SimpleNamespace(name=task),
@@ -120,7 +122,8 @@ def test_the_modules_of_sentence_transformers(
     assert [entry["type"].rpartition(".")[2] for entry in entries] == modules
     assert all((folder / entry["path"]).is_dir() for entry in entries)
     expected = "mean" if pooling is None else ["cls", "max"]
-    assert read_json(folder / "1_Pooling/config.json") == {"word_embedding_dimension": 32, "pooling_mode": expected}
+    settings = {"word_embedding_dimension": 32, "pooling_mode": expected, "include_prompt": True}
+    assert read_json(folder / "1_Pooling/config.json") == settings
     assert read_json(folder / "sentence_bert_config.json")["max_seq_length"] == 48
     similarity = "cosine" if pooling is None else "dot"
     assert read_json(folder / "config_sentence_transformers.json") == {"similarity_fn_name": similarity}
@@ -148,21 +151,26 @@ def test_layouts_share_their_weights(checkpoint: Path, tmp_path: Path) -> None:
         assert (tmp_path / f"openvino/model.{suffix}").samefile(tmp_path / f"optimum/openvino_model.{suffix}")
 
 
-def test_a_prompt_goes_along(checkpoint: Path, tmp_path: Path) -> None:
-    job = job_of(checkpoint, tmp_path, "sentence-similarity", "onnxruntime", "sentence-transformers")
-    job.model.sentence_pooling = SentencePooling(("mean",), normalize=True, prompt="query: ")
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
-    settings = read_json(tmp_path / "sentence-transformers" / "config_sentence_transformers.json")
-    assert settings["prompts"] == {settings["default_prompt_name"]: "query: "}
-
-
-def test_prompts_of_queries_and_documents_go_along(checkpoint: Path, tmp_path: Path) -> None:
+def test_prompts_go_along(checkpoint: Path, tmp_path: Path) -> None:
     job = job_of(checkpoint, tmp_path, "retrieval", "onnxruntime", "sentence-transformers")
-    job.model.sentence_pooling = SentencePooling(("cls",), normalize=True, query_prompt="q: ", document_prompt="d: ")
+    shutil.copytree(checkpoint / "model", source := tmp_path / "source")
+    job.config.model.source = str(source)
+    prompts = {"prompts": {"query": "q: ", "passage": "p: ", "": ""}, "default_prompt_name": "query"}
+    (source / "config_sentence_transformers.json").write_text(json.dumps({**prompts, "similarity_fn_name": "dot"}))
+    job.model.sentence_pooling = SentencePooling(("cls",), normalize=True, include_prompt=False)
     write_layouts(job, tmp_path / "model.onnx", quantized=True)
-    settings = read_json(tmp_path / "sentence-transformers" / "config_sentence_transformers.json")
-    assert settings["prompts"] == {"query": "q: ", "document": "d: "}
-    assert "default_prompt_name" not in settings
+    folder = tmp_path / "sentence-transformers"
+    assert read_json(folder / "config_sentence_transformers.json") == {**prompts, "similarity_fn_name": "cosine"}
+    assert read_json(folder / "1_Pooling" / "config.json")["include_prompt"] is False
+
+
+def test_each_backend_that_may_be_chosen_is_checked(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "automatic-speech-recognition", "openvino", "optimum")
+    job.context.feed = SimpleNamespace(example=lambda: {"input_values": None, "attention_mask": None})
+    check_layouts(job)
+    job.among = ("openvino", "onnxruntime")
+    with pytest.raises(TaskError, match=r"'optimum' loads task .* which passes no attention mask, but .* needs one"):
+        check_layouts(job)
 
 
 def test_weights_are_not_rounded_to_half(tmp_path: Path) -> None:
@@ -303,14 +311,14 @@ def test_a_mask_that_the_class_does_not_pass(checkpoint: Path, tmp_path: Path) -
     job.context.feed = SimpleNamespace(example=lambda: {"input_values": torch.zeros(2, 400)})
     check_layouts(job)
     job.context.feed.example = lambda: {"input_values": torch.zeros(2, 400), "attention_mask": torch.ones(2, 400)}
-    with pytest.raises(TaskError, match="passes no attention mask, but my-model needs one; remove"):
+    with pytest.raises(TaskError, match=r"passes no attention mask, but .* needs one; remove"):
         check_layouts(job)
 
 
 def test_a_tokenizer_without_the_file_that_the_browser_reads(checkpoint: Path, tmp_path: Path) -> None:
     job = job_of(checkpoint, tmp_path, "fill-mask", "onnxruntime", "transformers-js")
     job.context.processor = SimpleNamespace(is_fast=False)
-    with pytest.raises(TaskError, match=r"needs a tokenizer\.json, but the tokenizer of my-model is SimpleNamespace"):
+    with pytest.raises(TaskError, match=r"needs a tokenizer\.json, but the tokenizer of .* is SimpleNamespace"):
         check_layouts(job)
 
 
@@ -357,4 +365,4 @@ def test_the_tables_name_what_there_is() -> None:
     for name in profiles.names():
         assert all(set(known.classes) <= set(tasks.names()) for known in profiles[name].layouts.values())
     assert set(LAYOUTS) == {"openvino", "onnx", "sentence-transformers", "optimum", "transformers-js"}
-    assert client("optimum", "torch") is None
+    assert layout_of("optimum", "torch") is None

@@ -83,6 +83,9 @@ def test_constant_tensors_are_found_by_running_the_model() -> None:
     assert fixed == {"pad_mask": Omitted(0, "bool", (("x", 0), 8))}
     assert torch.equal(fixed["pad_mask"].tensor({"x": torch.zeros(5, 8, 16)}), torch.zeros(5, 8, dtype=torch.bool))
     assert omitted_arguments(net, [_without(_batch(), "pad_mask")]) == {}
+    # The batches with a mask have one length; it follows the values all the same.
+    some = [_batch(4, 8), _without(_batch(4, 12), "pad_mask"), _batch(4, 8)]
+    assert omitted_arguments(net, some) == {"pad_mask": Omitted(0, "bool", (("x", 0), ("x", 1)))}
     for other in (Positions(), Needed()):
         (name,) = set(_names(other)) - {"x"}
         assert omitted_arguments(other, [{"x": torch.ones(2, 3), name: torch.full((2, 3), 0.5)}]) == {}

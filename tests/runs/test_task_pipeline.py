@@ -21,7 +21,7 @@ import transformers
 from tiny_audio import tiny_ctc, tiny_recordings
 from tiny_run import BAD, COMMON, GOOD
 from tiny_seq2seq import tiny_whisper
-from tiny_vision import tiny_images
+from tiny_vision import tiny_dinov2, tiny_images
 
 import quantizer
 from quantizer.cli.main import main
@@ -124,6 +124,10 @@ def _detection(folder: Path) -> Sequence[Any]:
     return _photos(folder)
 
 
+def _features(folder: Path) -> Sequence[Any]:
+    return _photos(tiny_dinov2(folder))
+
+
 def _zero_shot(folder: Path) -> Sequence[Any]:
     _bert("BertModel", folder)
     text = {**WIDTHS, "vocab_size": len(WORDS) + 5, "eos_token_id": 3}
@@ -176,6 +180,7 @@ def _waves(task: str, folder: Path, paths: Sequence[Any]) -> list[Any]:
         ("fill-mask", _masked, {}, {}, {}),
         ("sentence-similarity", _encoder, {}, {"task": "feature-extraction"}, {}),
         ("semantic-segmentation", _segmentation, {}, {"task": "image-segmentation", "subtask": "semantic"}, {}),
+        ("image-feature-extraction", _features, {}, {}, {}),
         ("object-detection", _detection, {"threshold": 0.1}, {"threshold": 0.1}, {}),
         (
             "zero-shot-image-classification",

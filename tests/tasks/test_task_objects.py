@@ -210,17 +210,20 @@ def test_a_detector_that_takes_a_mask_gets_padded_images(tmp_path: Path, caplog:
     task = build_task(NAME, model, processor, batch_size=2)
     batch = task.inputs.batch(paths)
     assert {name: tuple(value.shape) for name, value in batch.items()} == {
-        "pixel_values": (2, 3, 64, 64),
-        "pixel_mask": (2, 64, 64),
+        "pixel_values": (2, 3, 96, 96),
+        "pixel_mask": (2, 96, 96),
     }
     assert batch["pixel_mask"].sum(dim=(1, 2)).tolist() == [32 * 48, 40 * 32]
-    assert "they are padded to 64 x 64, with a mask" in caplog.text
+    assert "they are padded to 96 x 96, with a mask" in caplog.text
     assert task.input_names == tuple(task.inputs.random(3, None)) == ("pixel_values", "pixel_mask")
     for row, path in enumerate(paths):
         alone = processor(read_image(path), return_tensors="pt")["pixel_values"][0]
         height, width = alone.shape[1:]
         assert torch.equal(batch["pixel_values"][row, :, :height, :width], alone)
     assert processor.pad_size is None
+    # Its short side has the rounded size already, so the processor keeps it, and its long side is over the limit.
+    Picture.new("RGB", (65, 31)).save(tmp_path / "long.png")
+    assert task.inputs.batch([tmp_path / "long.png"])["pixel_mask"].sum() == 65 * 31
 
 
 def test_a_detector_without_a_mask_gets_stretched_images(tmp_path: Path) -> None:

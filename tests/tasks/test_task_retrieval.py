@@ -104,7 +104,7 @@ def test_the_nearest_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(nearest(queries, documents), expected)
     monkeypatch.setattr("quantizer.tasks.retrieval._SCORES_AT_ONCE", 300)
     np.testing.assert_array_equal(nearest(queries, documents), expected)
-    alone = nearest(documents, documents, leave_one_out=True)
+    alone = nearest(documents, documents, left_out=np.arange(len(documents)))
     assert all(place not in row for place, row in enumerate(alone))
     assert nearest(np.ones((1, 2)), np.ones((3, 2))).tolist() == [[0, 1, 2]]
 

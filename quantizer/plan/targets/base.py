@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from quantizer.plan.reasons import ReasonCode, RuleKind
-from quantizer.plan.targets.clients import Client
+from quantizer.plan.targets.clients import Layout
 from quantizer.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ class TargetProfile:
     auto_rank: int = 0
     exact_variant: str | None = None
     triton: TritonServer | None = None
-    layouts: Mapping[str, Client] = field(default_factory=dict)
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
     def reads_dynamic(self) -> bool:

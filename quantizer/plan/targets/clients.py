@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Client:
+class Layout:
     """A layout that a backend writes: a folder that a client loads without this package.
 
     Attributes:

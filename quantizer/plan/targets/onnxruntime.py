@@ -14,7 +14,7 @@ from quantizer.plan.targets.base import (
     TritonServer,
     profiles,
 )
-from quantizer.plan.targets.clients import PIPELINES, SENTENCES, Client, optimum_classes
+from quantizer.plan.targets.clients import PIPELINES, SENTENCES, Layout, optimum_classes
 
 _ONNX_ALONE = {"semantic-segmentation": "SemanticSegmentation"}
 """Tasks and classes that Optimum has for ONNX Runtime alone.
@@ -72,10 +72,10 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
             },
         ),
         layouts={
-            "onnx": Client("model.onnx"),
-            "sentence-transformers": Client("onnx/model.onnx", SENTENCES),
-            "optimum": Client("model.onnx", optimum_classes("ORT", **_ONNX_ALONE), unmasked=_UNMASKED),
-            "transformers-js": Client("onnx/model_quantized.onnx", PIPELINES, static=True),
+            "onnx": Layout("model.onnx"),
+            "sentence-transformers": Layout("onnx/model.onnx", SENTENCES),
+            "optimum": Layout("model.onnx", optimum_classes("ORT", **_ONNX_ALONE), unmasked=_UNMASKED),
+            "transformers-js": Layout("onnx/model_quantized.onnx", PIPELINES, static=True),
         },
     )
 )

@@ -15,7 +15,7 @@ from quantizer.plan.targets.base import (
     WrongConvolutions,
     profiles,
 )
-from quantizer.plan.targets.clients import SENTENCES, Client, optimum_classes
+from quantizer.plan.targets.clients import SENTENCES, Layout, optimum_classes
 
 DYNAMIC_BLOCK = 128
 """The block size of dynamic ranges in our engines. It is a tenth faster than OpenVINO's default of 32."""
@@ -107,9 +107,9 @@ OPENVINO = profiles.add("openvino")(
             ),
         ),
         layouts={
-            "openvino": Client("model.xml"),
-            "sentence-transformers": Client("openvino/openvino_model.xml", SENTENCES),
-            "optimum": Client("openvino_model.xml", optimum_classes("OV")),
+            "openvino": Layout("model.xml"),
+            "sentence-transformers": Layout("openvino/openvino_model.xml", SENTENCES),
+            "optimum": Layout("openvino_model.xml", optimum_classes("OV")),
         },
     )
 )
