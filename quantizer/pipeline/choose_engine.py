@@ -31,6 +31,7 @@ from quantizer.pipeline.fastest_engine import (
     candidate_line,
     choose,
     failed,
+    has_float_work,
     named,
     not_built,
     quantized_of,
@@ -158,7 +159,8 @@ def pick_backend(
         )
         correct, rejected = maker.all()
         shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs)
-        choice = choose([*(entry.candidate for entry in correct.values()), *rejected], shapes, missing)
+        all_candidates = [*(entry.candidate for entry in correct.values()), *rejected]
+        choice = choose(all_candidates, shapes, missing, maker.float_work())
         choice = bound(choice, lambda candidate: _inspected(context, config, correct[candidate.name]))
         choice = maker.scored(choice, correct)
         best = correct[choice.candidates[0].name]
@@ -324,6 +326,10 @@ class _CandidateBuilder:
             for entry in choice.candidates
         ]
         return replace(choice, candidates=tuple(candidates))
+
+    def float_work(self) -> set[str]:
+        """Return the backends whose quantized engines have multiply-adds in floating point."""
+        return {backend for backend, dynamic in self._frozen if has_float_work(self.quantizers[backend, dynamic])}
 
     def _not_begun(self, backend: str, seconds: float, correct: Mapping[str, _Checked]) -> str | None:
         """Return why a backend is not tried, if an engine of the right format exists; None if it is tried."""

@@ -60,7 +60,13 @@ See benchmarks/results/cpu-speed.md: it takes 1.2 times the time of the fastest 
 """
 
 _REST_TIE = 1.05
-"""Ratio of latencies below which the other operations of an INT8 engine stay in float32, which is more accurate."""
+"""Ratio of latencies below which noise may decide between float32 and BF16 for the other operations of an INT8 engine.
+
+Then they stay in float32, which is more accurate, unless more than ``_FLOAT_WORK`` of the multiply-adds are among them.
+"""
+
+_FLOAT_WORK = 0.02
+"""Share of multiply-adds in floating point from which an INT8 engine gains from BF16."""
 
 SLOW = 1.3
 """Slowdown from which a candidate is not timed at further sizes."""
@@ -71,7 +77,12 @@ Times = TypeVar("Times")
 Timed = TypeVar("Timed")
 
 
-def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequence[str]) -> EngineChoice:
+def choose(
+    candidates: Sequence[Candidate],
+    shapes: Sequence[str],
+    missing: Sequence[str],
+    float_work: Collection[str] = (),
+) -> EngineChoice:
     """Return the choice of the fastest candidate, by the geometric mean of latency ratios over all sizes.
 
     Among candidates of one format that are about equally fast, the first one wins, so that repeated runs agree.
@@ -81,6 +92,7 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
             Those that were too slow have the latencies of the first sizes.
         shapes: the names of the sizes.
         missing: packages that are not installed.
+        float_work: the backends whose quantized engines have multiply-adds in floating point, which gain from BF16.
     """
     ran = sorted(
         (candidate for candidate in candidates if len(candidate.milliseconds) == len(shapes) > 0), key=_mean_time
@@ -90,7 +102,7 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
     if not ran:
         reasons = "; ".join(f"{candidate.name}: {candidate.verdict}" for candidate in failures)
         raise EngineError(f"no engine is correct and runs on this machine: {reasons}")
-    ran = _without_noise(ran, list(candidates).index)
+    ran = _without_noise(ran, list(candidates).index, float_work)
     best = ran[0]
     slower = [replace(candidate, verdict=f"{text.times(candidate.times_of(best))} the time") for candidate in ran[1:]]
     for candidate in sorted(slow, key=lambda candidate: candidate.times_of(best)):
@@ -109,15 +121,24 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
     )
 
 
-def _without_noise(ran: list[Candidate], tried: Callable[[Candidate], int]) -> list[Candidate]:
-    """Return candidates by speed; of ties for the fastest, float comes first, and of one format the first one tried."""
+def _without_noise(
+    ran: list[Candidate], tried: Callable[[Candidate], int], float_work: Collection[str]
+) -> list[Candidate]:
+    """Return candidates by speed; of ties for the fastest, float comes first, and of one format the first one tried.
+
+    Of an INT8 engine with multiply-adds in floating point, BF16 comes first: at sizes that are not timed it gains more.
+    """
     order = list(ran)
     for is_float in (True, False):
         best = next((entry for entry in ran if entry.is_float is is_float), None)
         if best is not None:
             start = order.index(best)
-            tied = takewhile(partial(_is_tied, best), order[start:])
-            order.insert(start, order.pop(order.index(min(tied, key=tried))))
+            tied = list(takewhile(partial(_is_tied, best), order[start:]))
+            chosen = min(tied, key=tried)
+            if not is_float and chosen.backend in float_work:
+                own = (entry for entry in tied if entry.backend == chosen.backend)
+                chosen = next((entry for entry in own if "+" in entry.format), chosen)
+            order.insert(start, order.pop(order.index(chosen)))
     plain = next((entry for entry in order if entry.is_float), None)
     if plain is not None and plain.times_of(ran[0]) < TIE:
         # A float engine is more accurate than a quantized one that is no faster.
@@ -130,6 +151,12 @@ def _is_tied(best: Candidate, other: Candidate) -> bool:
     if other.backend == best.backend and other.format.partition("+")[0] == best.format.partition("+")[0]:
         return other.times_of(best) < _REST_TIE
     return other.format == best.format and other.times_of(best) < TIE
+
+
+def has_float_work(quantizer: Quantizer) -> bool:
+    """Return whether the engine of a plan gains from BF16, because it has multiply-adds in floating point."""
+    share = quantizer.coverage.share
+    return share is not None and 1 - share > _FLOAT_WORK
 
 
 def slow_ones(candidates: Sequence[Candidate]) -> set[str]:

@@ -94,6 +94,18 @@ def test_a_rest_in_bfloat16_must_gain_5_percent(time: float, first: str) -> None
     assert choose(tried, ["8 x 128"], ()).candidates[0].format == first
 
 
+@pytest.mark.parametrize(("time", "first"), [(9.6, "int8+bfloat16"), (10.4, "int8+bfloat16"), (10.6, "int8")])
+def test_multiply_adds_in_float_run_in_bfloat16_unless_it_is_slower(time: float, first: str) -> None:
+    tried = [_candidate("a", "int8", 10.0), _candidate("a", "int8+bfloat16", time), _candidate("a", "float32", 30.0)]
+    assert choose(tried, ["8 x 128"], (), {"a"}).candidates[0].format == first
+
+
+def test_float_work_of_a_backend_without_bfloat16_changes_nothing() -> None:
+    tried = [_candidate("b", "int8", 9.9), _candidate("a", "int8", 10.0), _candidate("a", "int8+bfloat16", 10.1)]
+    assert choose(tried, ["8 x 128"], (), {"b"}).candidates[0].name == "b int8"
+    assert choose(tried[1:], ["8 x 128"], (), {"a"}).candidates[0].name == "a int8+bfloat16"
+
+
 def test_some_rounds_with_other_work_decide_nothing() -> None:
     """Of two engines, one had a busy neighbor in more than half of its rounds."""
     quiet, busy = [2.0, 2.1, 2.0, 2.2, 2.1, 2.0, 2.1], [1.9, 3.0, 1.8, 2.9, 3.1, 1.9, 2.8]
