@@ -131,9 +131,10 @@ def table(models: Mapping[str, Model]) -> str:
             f"Each cell: speed relative to ONNX Runtime in float32 at batch {_BATCH}, then the score. One thread of an "
             f"{machine['cpu']}",
             f"({machine['instructions']}). All tools ran with their defaults and the same calibration",
-            "samples. `quantizer` runs non-quantized operations in bfloat16 where that is faster. It needs "
-            f"{minutes[OURS]} minutes",
-            f"per model because it builds and times several engines. NNCF needs {minutes['nncf']} minutes.",
+            "samples. `quantizer` runs non-quantized operations in bfloat16 where that is faster.",
+            f"These runs took {minutes[OURS]} minutes per model, because `quantizer` built, timed and scored several "
+            "engines.",
+            f"NNCF took {minutes['nncf']} minutes.",
         ]
     )
 
