@@ -13,7 +13,7 @@ from quantizer.engines.measure import undisturbed
 from quantizer.errors import EngineError
 from quantizer.pipeline import fastest_engine as choose_engine
 from quantizer.pipeline.benchmark import with_deployed
-from quantizer.pipeline.fastest_engine import bound, choose, require_sites, slow_ones, timed
+from quantizer.pipeline.fastest_engine import bound, choose, has_float_work, require_sites, slow_ones, timed
 from quantizer.report.record import Candidate, Latency, latency_entries
 from quantizer.report.terminal import print_choice
 from quantizer.utils import cpu
@@ -104,6 +104,12 @@ def test_float_work_of_a_backend_without_bfloat16_changes_nothing() -> None:
     tried = [_candidate("b", "int8", 9.9), _candidate("a", "int8", 10.0), _candidate("a", "int8+bfloat16", 10.1)]
     assert choose(tried, ["8 x 128"], (), {"b"}).candidates[0].name == "b int8"
     assert choose(tried[1:], ["8 x 128"], (), {"a"}).candidates[0].name == "a int8+bfloat16"
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, False), (0.9995, False), (0.99, True), (None, False)])
+def test_float_work_is_the_share_that_is_not_quantized(share: float | None, expected: bool) -> None:
+    quantizer: Any = SimpleNamespace(coverage=SimpleNamespace(share=share))
+    assert has_float_work(quantizer) is expected
 
 
 def test_some_rounds_with_other_work_decide_nothing() -> None:
