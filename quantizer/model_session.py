@@ -395,7 +395,7 @@ class ModelSession:
         require_scales_of(quant_model, target.torch_dtype, target.name)
         warn_of_float32(target, regions)
         return export_onnx(
-            quant_model if is_proxy(quant_model) else exportable(quant_model),
+            exportable(quant_model),
             path,
             example,
             opset=opset or max(target.opset, least_opset(quant_model)),

@@ -226,7 +226,12 @@ def applied_patches(model: nn.Module) -> tuple[OperatorPatch, ...]:
 
 
 def exportable(model: nn.Module) -> nn.Module:
-    """Return a float model, or its proxy with quantizers off if the exporter needs operator patches in its source."""
+    """Return a float model, or its proxy with quantizers off if the exporter needs operator patches in its source.
+
+    A proxy, or a part of one, has the patches already.
+    """
+    if any(is_proxy(module) or isinstance(module, SourceCall) for module in model.modules()):
+        return model
     is_patched = any(patch.target == "onnx" for patch in applied_patches(model))
     return build_proxy(model, eager_attention=False) if is_patched else model
 

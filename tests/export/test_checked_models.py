@@ -68,6 +68,10 @@ def test_a_float_model_is_exported_with_the_patches_that_the_exporter_needs(tmp_
     register_operator_patch(patch)
     try:
         patched = exportable(model)
+        # A part of a proxy, such as one of its encoders, has the patches already.
+        part = nn.Sequential(patched, nn.ReLU())
+        assert exportable(patched) is patched
+        assert exportable(part) is part
         path = export_onnx(patched, tmp_path / "model.onnx", (torch.randn(2, 4),), opset=20, dtype=torch.float32)
     finally:
         unregister_operator_patch(patch.name)
