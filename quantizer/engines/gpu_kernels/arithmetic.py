@@ -1,0 +1,45 @@
+"""Arithmetic that all kernels share: activations, and the quantization of a result.
+
+A result v becomes INT8 as round(v / s), ties to even, limited to [-128, 127]; NaN becomes 0, because no integer stands
+for it. It becomes FP8 (E4M3) as v / s, limited to [-448, 448]; NaN stays. A scale of 0 is that of a tensor of zeros:
+every result becomes 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_TIES_TO_EVEN = tl.constexpr(12582912.0)
+"""1.5 times 2^23: the sum with a float32 below 2^22 has no digits after the point, so it is rounded."""
+
+_LARGEST_FP8 = tl.constexpr(448.0)
+
+
+@triton.jit
+def activated(value, ACTIVATION: tl.constexpr):  # noqa: N803
+    """Return the activation of float32 values."""
+    if ACTIVATION == "relu":
+        value = tl.maximum(value, 0.0)
+    elif ACTIVATION == "gelu":
+        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 (1 + tanh u) is the sigmoid of 2 u.
+        value = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    elif ACTIVATION == "silu":
+        value = value * tl.sigmoid(value)
+    return value
+
+
+@triton.jit
+def quantized(value, scale, KIND: tl.constexpr):  # noqa: N803
+    """Return the codes of float32 values: ``int8`` or ``fp8``."""
+    ratio = tl.where(scale == 0.0, 0.0, tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)))
+    if KIND == "int8":
+        ratio = tl.where(ratio == ratio, ratio, 0.0)
+        limited = tl.minimum(tl.maximum(ratio, -128.0), 127.0)
+        codes = ((limited + _TIES_TO_EVEN) - _TIES_TO_EVEN).to(tl.int8)
+    else:
+        limited = tl.where(ratio == ratio, tl.minimum(tl.maximum(ratio, -_LARGEST_FP8), _LARGEST_FP8), ratio)
+        codes = limited.to(tl.float8e4nv)
+    return codes

@@ -1,0 +1,277 @@
+"""LayerNorm and RMSNorm with the residual add before and the quantization behind, each as one kernel.
+
+Legend: x [M, W] the rows; r [M, W] the residual; g, b [W] the weight and the bias of the norm.
+
+    h = x + r        y = (h - mean(h)) / sqrt(var(h) + eps) g + b        or, for RMSNorm,  y = h / sqrt(mean(h^2) + eps) g
+
+One program computes one row, in float32. It writes h, which the next residual add reads, y in half precision, and y as
+codes of the next product; each only if it is asked for. The embedding kernel sums rows of tables as h.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantizer.engines.gpu_kernels.arithmetic import quantized
+
+
+class Normed(NamedTuple):
+    """The results of a norm: the sum h, the norm y in half precision, and its codes; None for what nobody reads."""
+
+    total: Tensor | None
+    value: Tensor | None
+    codes: Tensor | None
+
+
+@triton.jit
+def _normed(
+    h,
+    inside,
+    at,
+    g_ptr,
+    b_ptr,
+    h_ptr,
+    y_ptr,
+    q_ptr,
+    following,
+    eps,
+    W,  # noqa: N803
+    RMS: tl.constexpr,  # noqa: N803
+    HAS_BIAS: tl.constexpr,  # noqa: N803
+    WRITES_TOTAL: tl.constexpr,  # noqa: N803
+    WRITES_VALUE: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Norm one row h, zeros beyond its end, and write what is asked for."""
+    column = tl.arange(0, BLOCK)
+    if WRITES_TOTAL:
+        tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=inside)
+    if not RMS:
+        h = tl.where(inside, h - tl.sum(h, 0) / W, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(h * h, 0) / W + eps)
+    y = h * scale * tl.load(g_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y += tl.load(b_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if WRITES_VALUE:
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if KIND != "none":
+        tl.store(q_ptr + at, quantized(y, following, KIND), mask=inside)
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr,
+    r_ptr,
+    g_ptr,
+    b_ptr,
+    h_ptr,
+    y_ptr,
+    q_ptr,
+    following,
+    eps,
+    W,  # noqa: N803
+    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
+    RMS: tl.constexpr,  # noqa: N803
+    HAS_BIAS: tl.constexpr,  # noqa: N803
+    WRITES_TOTAL: tl.constexpr,  # noqa: N803
+    WRITES_VALUE: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Add the residual to one row and norm it."""
+    column = tl.arange(0, BLOCK)
+    inside = column < W
+    at = tl.program_id(0).to(tl.int64) * W + column
+    h = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        h += tl.load(r_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    _normed(
+        h,
+        inside,
+        at,
+        g_ptr,
+        b_ptr,
+        h_ptr,
+        y_ptr,
+        q_ptr,
+        following,
+        eps,
+        W,
+        RMS,
+        HAS_BIAS,
+        WRITES_TOTAL,
+        WRITES_VALUE,
+        KIND,
+        BLOCK,
+    )
+
+
+@triton.jit
+def embedding_kernel(
+    ids_ptr,
+    positions_ptr,
+    types_ptr,
+    words_ptr,
+    places_ptr,
+    kinds_ptr,
+    g_ptr,
+    b_ptr,
+    h_ptr,
+    y_ptr,
+    q_ptr,
+    following,
+    eps,
+    W,  # noqa: N803
+    HAS_TYPES: tl.constexpr,  # noqa: N803
+    RMS: tl.constexpr,  # noqa: N803
+    HAS_BIAS: tl.constexpr,  # noqa: N803
+    WRITES_TOTAL: tl.constexpr,  # noqa: N803
+    WRITES_VALUE: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Sum the rows of the tables for one token and norm the sum."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < W
+    h = tl.load(words_ptr + tl.load(ids_ptr + row) * W + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_TYPES:
+        h += tl.load(kinds_ptr + tl.load(types_ptr + row) * W + column, mask=inside, other=0.0).to(tl.float32)
+    h += tl.load(places_ptr + tl.load(positions_ptr + row) * W + column, mask=inside, other=0.0).to(tl.float32)
+    _normed(
+        h,
+        inside,
+        row * W + column,
+        g_ptr,
+        b_ptr,
+        h_ptr,
+        y_ptr,
+        q_ptr,
+        following,
+        eps,
+        W,
+        RMS,
+        HAS_BIAS,
+        WRITES_TOTAL,
+        WRITES_VALUE,
+        KIND,
+        BLOCK,
+    )
+
+
+def norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    rms: bool = False,
+    total: bool = False,
+    value: bool = True,
+    codes: torch.dtype | None = None,
+    following: float = 1.0,
+) -> Normed:
+    """Norm the rows of x.
+
+    Args:
+        x: [M, W] in half precision or float32.
+        residual: [M, W], which is added to x first; None: nothing.
+        weight: g [W].
+        bias: b [W] or None.
+        eps: the number under the root.
+        rms: RMSNorm instead of LayerNorm.
+        total: whether h is written.
+        value: whether y is written.
+        codes: the type of the codes of y, int8 or float8_e4m3fn; None: none are written.
+        following: their scale.
+    """
+    results, options = _results(x, bias, x.dtype, rms=rms, total=total, value=value, codes=codes)
+    kernel: Any = norm_kernel
+    kernel[(len(x),)](
+        *(x, residual, weight, bias, *results, following, eps, x.shape[1]),
+        HAS_RESIDUAL=residual is not None,
+        **options,
+    )
+    return Normed(*results)
+
+
+def embedding_norm(
+    ids: Tensor,
+    positions: Tensor,
+    types: Tensor | None,
+    words: Tensor,
+    places: Tensor,
+    kinds: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    rms: bool = False,
+    total: bool = False,
+    value: bool = True,
+    codes: torch.dtype | None = None,
+    following: float = 1.0,
+) -> Normed:
+    """Norm the sums of the embeddings of M tokens.
+
+    Args:
+        ids: the words [M], int32 or int64.
+        positions: the positions [M].
+        types: the token types [M]; None: there is no such table.
+        words: the table of words [V, W].
+        places: the table of positions [P, W].
+        kinds: the table of token types [T, W]; None as ``types``.
+        weight: g [W].
+        bias: b [W] or None.
+        eps: the number under the root.
+        rms: as for ``norm``.
+        total: as for ``norm``.
+        value: as for ``norm``.
+        codes: as for ``norm``.
+        following: as for ``norm``.
+    """
+    rows = words.new_empty((len(ids), words.shape[1]))
+    results, options = _results(rows, bias, words.dtype, rms=rms, total=total, value=value, codes=codes)
+    kernel: Any = embedding_kernel
+    kernel[(len(ids),)](
+        *(ids, positions, types, words, places, kinds, weight, bias, *results, following, eps, words.shape[1]),
+        HAS_TYPES=kinds is not None,
+        **options,
+    )
+    return Normed(*results)
+
+
+_ONE_WARP = 1024
+"""The values of a row for which four warps are enough."""
+
+
+def _results(
+    rows: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    rms: bool,
+    total: bool,
+    value: bool,
+    codes: torch.dtype | None,
+) -> tuple[list[Tensor | None], dict[str, Any]]:
+    """Return tensors for the results that are written, and the options of a kernel."""
+    results = [torch.empty_like(rows, dtype=dtype) if written else None for written in (total, value)]
+    results.append(None if codes is None else torch.empty_like(rows, dtype=codes))
+    block = triton.next_power_of_2(rows.shape[1])
+    return results, {
+        "RMS": rms,
+        "HAS_BIAS": bias is not None,
+        "WRITES_TOTAL": total,
+        "WRITES_VALUE": value,
+        "KIND": "none" if codes is None else "int8" if codes == torch.int8 else "fp8",
+        "BLOCK": block,
+        "num_warps": 4 if block <= _ONE_WARP else 8,
+    }

@@ -1,0 +1,163 @@
+"""Linear layers of 8-bit operands as one kernel: product, scales, bias, activation, residual, and 8 bits or floats.
+
+Legend: a [M, K] and w [N, K] the codes of the activation and of the weight, both INT8 or both FP8; s the scale of a; t
+[N] the scales of w; b [N] the bias; r [M, N] the residual.
+
+    y = f(s t (a w^T) + b) + r
+
+Sums of INT8 are exact in 32 bits; those of FP8, and everything behind the product, are in float32. y is written in
+half precision, or as the codes of the next operand, with its scale. Products that read the same a, such as q, k and v,
+are one product with several results: their weights are stacked, and result p has rows p N / P to (p + 1) N / P of w.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantizer.engines.gpu_kernels.arithmetic import activated, quantized
+from quantizer.engines.gpu_kernels.tiles import Tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epilogue:
+    """What follows a product in the same kernel.
+
+    Attributes:
+        activation: ``none``, ``relu``, ``gelu``, ``gelu_tanh`` or ``silu``.
+        dtype: the type of the result: float16, bfloat16, int8 or float8_e4m3fn.
+        parts: the number of results.
+    """
+
+    activation: str = "none"
+    dtype: torch.dtype = torch.float16
+    parts: int = 1
+
+    @property
+    def kind(self) -> str:
+        """``int8``, ``fp8`` or ``float``."""
+        return {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(self.dtype, "float")
+
+
+@triton.jit
+def product_kernel(
+    a_ptr,
+    w_ptr,
+    y_ptr,
+    t_ptr,
+    b_ptr,
+    r_ptr,
+    next_ptr,
+    s,
+    M,  # noqa: N803
+    N,  # noqa: N803
+    K,  # noqa: N803
+    HAS_BIAS: tl.constexpr,  # noqa: N803
+    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
+    ACTIVATION: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
+    INTEGERS: tl.constexpr,  # noqa: N803
+    EVEN_K: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    DEPTH: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+):
+    """Compute one tile [ROWS, COLUMNS] of y; ``next_ptr`` has the scale of each part if y is quantized."""
+    # Neighbouring programs take tiles of GROUP rows of tiles, whose operands then stay in the cache.
+    program = tl.program_id(0)
+    down, across = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
+    first = program // (GROUP * across) * GROUP
+    height = min(down - first, GROUP)
+    row_tile = first + program % (GROUP * across) % height
+    column_tile = program % (GROUP * across) // height
+
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    # Rows and columns beyond the end read others, whose results are not written.
+    a_at = a_ptr + (rows % M).to(tl.int64)[:, None] * K + depth[None, :]
+    w_at = w_ptr + (columns % N).to(tl.int64)[None, :] * K + depth[:, None]
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.int32 if INTEGERS else tl.float32)
+    for start in range(0, K, DEPTH):
+        if EVEN_K:
+            a, w = tl.load(a_at), tl.load(w_at)
+        else:
+            inside = depth < K - start
+            a = tl.load(a_at, mask=inside[None, :], other=0.0)
+            w = tl.load(w_at, mask=inside[:, None], other=0.0)
+        total = tl.dot(a, w, total, out_dtype=tl.int32 if INTEGERS else tl.float32)
+        a_at += DEPTH
+        w_at += DEPTH
+
+    scales = tl.load(t_ptr + columns, mask=columns < N, other=0.0) * s
+    value = total.to(tl.float32) * scales[None, :]
+    if HAS_BIAS:
+        value += tl.load(b_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    value = activated(value, ACTIVATION)
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    if HAS_RESIDUAL:
+        r_at = r_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        value += tl.load(r_at, mask=inside, other=0.0).to(tl.float32)
+    width = N // PARTS
+    part = columns // width
+    y_at = y_ptr + (part * M).to(tl.int64)[None, :] * width + rows.to(tl.int64)[:, None] * width
+    y_at += (columns - part * width)[None, :]
+    if KIND == "float":
+        tl.store(y_at, value.to(y_ptr.dtype.element_ty), mask=inside)
+    else:
+        following = tl.load(next_ptr + part, mask=columns < N, other=1.0)
+        tl.store(y_at, quantized(value, following[None, :], KIND), mask=inside)
+
+
+def linear(
+    a: Tensor,
+    w: Tensor,
+    scale: float,
+    scales: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    following: Tensor | None,
+    epilogue: Epilogue,
+    tile: Tile,
+) -> Tensor:
+    """Return y [P, M, N / P], or [M, N] for one part.
+
+    Args:
+        a: codes [M, K], int8 or float8_e4m3fn.
+        w: codes [N, K] of the same type.
+        scale: the scale of a.
+        scales: those of w, float32 [N].
+        bias: [N] or None.
+        residual: [M, N] in half precision, for one part; None: there is none.
+        following: the scale of the result of each part, float32 [P], if it is quantized.
+        epilogue: what follows the product.
+        tile: the shape of a program's share.
+    """
+    (m, k), n, parts = a.shape, len(w), epilogue.parts
+    y = torch.empty((parts, m, n // parts), dtype=epilogue.dtype, device=a.device)
+    grid = (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)
+    kernel: Any = product_kernel
+    kernel[grid](
+        *(a, w, y, scales, bias, residual, following, scale, m, n, k),
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        ACTIVATION=epilogue.activation,
+        KIND=epilogue.kind,
+        PARTS=parts,
+        INTEGERS=a.dtype == torch.int8,
+        EVEN_K=k % tile.depth == 0,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        GROUP=tile.group,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return y[0] if parts == 1 else y

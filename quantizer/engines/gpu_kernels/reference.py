@@ -1,0 +1,76 @@
+"""What the kernels compute, in operations of torch: for tests, and where a kernel does not compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda value: value,
+    "relu": functional.relu,
+    "gelu": lambda value: 0.5 * value * (1.0 + torch.erf(value * 0.7071067811865476)),
+    "gelu_tanh": lambda value: (
+        value * torch.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    ),
+    "silu": lambda value: value * torch.sigmoid(value),
+}
+"""The activations by name, of float32 values."""
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def quantized(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the codes of float32 values in int8 or float8_e4m3fn."""
+    ratio = torch.where(scale == 0, torch.zeros(()), value / torch.where(scale == 0, torch.ones(()), scale))
+    if dtype == torch.int8:
+        return ratio.nan_to_num(0.0, torch.inf, -torch.inf).clamp(-128, 127).round().to(torch.int8)
+    return ratio.clamp(-_LARGEST, _LARGEST).to(dtype)
+
+
+def linear(
+    a: Tensor,
+    w: Tensor,
+    scale: float,
+    scales: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    following: Tensor | None,
+    *,
+    activation: str = "none",
+    dtype: torch.dtype = torch.float16,
+    parts: int = 1,
+) -> Tensor:
+    """Return y [P, M, N / P], or [M, N] for one part; see ``products.linear``."""
+    total = (a.int() @ w.int().t()).float() if a.dtype == torch.int8 else a.float() @ w.float().t()
+    value = total * (scales * torch.tensor(scale, dtype=torch.float32))
+    if bias is not None:
+        value = value + bias.float()
+    value = ACTIVATIONS[activation](value)
+    if residual is not None:
+        value = value + residual.float()
+    separate = value.reshape(len(a), parts, -1).transpose(0, 1).contiguous()
+    if following is not None:
+        separate = quantized(separate, following.reshape(parts, 1, 1), dtype)
+    result = separate.to(dtype)
+    return result[0] if parts == 1 else result
+
+
+def normed(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    rms: bool = False,
+    codes: torch.dtype | None = None,
+    following: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the norm y of float32 rows h, and its codes; see ``norms``."""
+    centred = h if rms else h - h.mean(1, keepdim=True)
+    value = centred * (1.0 / torch.sqrt(centred.square().mean(1, keepdim=True) + eps)) * weight.float()
+    if bias is not None:
+        value = value + bias.float()
+    return value, None if codes is None else quantized(value, torch.tensor(following), codes)
