@@ -22,6 +22,10 @@ from trials_here import trials_here
 
 from quantizer.plan.targets.base import profiles
 
+if not torch.cuda.is_available():
+    # Triton's kernels run on the CPU. Triton reads it when it is imported, which torch may do.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would the programs that they start and
 # interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -15,6 +15,14 @@ _TIES_TO_EVEN = tl.constexpr(12582912.0)
 
 _LARGEST_FP8 = tl.constexpr(448.0)
 
+_SMALLEST_FP8 = tl.constexpr(2.0**-6)
+"""The smallest normal number of FP8; below it, numbers are multiples of 2^-9."""
+
+_TO_MULTIPLES = tl.constexpr(1.5 * 2.0**14)
+"""The sum with a float32 below 2^13 is a multiple of 2^-9."""
+
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
 
 @triton.jit
 def activated(value, ACTIVATION: tl.constexpr):  # noqa: N803
@@ -32,6 +40,17 @@ def activated(value, ACTIVATION: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
+def _on_fp8_grid(value):
+    """Return float32 values rounded to numbers of FP8, which Triton's interpreter converts without an error.
+
+    A GPU rounds when it converts; the interpreter truncates, or loses the next power of two.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(value) < _SMALLEST_FP8, (value + _TO_MULTIPLES) - _TO_MULTIPLES, normal)
+
+
+@triton.jit
 def quantized(value, scale, KIND: tl.constexpr):  # noqa: N803
     """Return the codes of float32 values: ``int8`` or ``fp8``."""
     ratio = tl.where(scale == 0.0, 0.0, tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)))
@@ -41,5 +60,7 @@ def quantized(value, scale, KIND: tl.constexpr):  # noqa: N803
         codes = ((limited + _TIES_TO_EVEN) - _TIES_TO_EVEN).to(tl.int8)
     else:
         limited = tl.where(ratio == ratio, tl.minimum(tl.maximum(ratio, -_LARGEST_FP8), _LARGEST_FP8), ratio)
+        if _INTERPRETED:
+            limited = _on_fp8_grid(limited)
         codes = limited.to(tl.float8e4nv)
     return codes

@@ -1,0 +1,87 @@
+"""Norms and embedding sums in one kernel, against operations of torch.
+
+The order of sums differs, so y is held to 1e-5 of its largest value before it is rounded to its type, and codes to one
+step.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_kernels.interpreted import norms, steps
+
+from quantizer.engines.gpu_kernels import reference
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+EPS = 1e-5
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 300), (4, 64)])
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_norm(shape: tuple[int, int], rms: bool, residual: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator)
+    rest = torch.randn(shape, generator=generator) if residual else None
+    weight = torch.randn(shape[1], generator=generator)
+    bias = None if rms else torch.randn(shape[1], generator=generator)
+    h = x if rest is None else x + rest
+    for codes in (INT8, FP8, None):
+        found = norms.norm(x, rest, weight, bias, EPS, rms=rms, total=True, codes=codes, following=0.03)
+        value, quantized = reference.normed(h, weight, bias, EPS, rms=rms, codes=codes, following=0.03)
+        assert found.total is not None
+        assert found.value is not None
+        assert torch.equal(found.total, h)
+        torch.testing.assert_close(found.value, value, rtol=1e-5, atol=1e-5)
+        if codes is None:
+            assert found.codes is None
+        else:
+            assert found.codes is not None
+            assert quantized is not None
+            assert steps(found.codes, quantized) <= 1
+
+
+def test_only_what_is_asked_for_is_written() -> None:
+    x, weight = torch.randn(2, 8), torch.ones(8)
+    found = norms.norm(x, None, weight, None, EPS, value=False, codes=INT8, following=0.1)
+    assert found.total is None
+    assert found.value is None
+    assert found.codes is not None
+
+
+def test_half_precision_rounds_once() -> None:
+    x, weight = torch.randn(4, 48).half(), torch.randn(48).half()
+    found = norms.norm(x, None, weight, None, EPS)
+    assert found.value is not None
+    assert found.value.dtype == torch.float16
+    expected, _ = reference.normed(x.float(), weight, None, EPS)
+    assert steps(found.value, expected.half()) <= 1
+
+
+@pytest.mark.parametrize("types", [True, False])
+def test_embeddings(types: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    words, places, kinds = (torch.randn(rows, 30, generator=generator) for rows in (11, 9, 2))
+    ids, positions, of = torch.tensor([3, 10, 0, 3]), torch.tensor([0, 1, 2, 8]), torch.tensor([0, 1, 1, 0])
+    weight, bias = torch.randn(30, generator=generator), torch.randn(30, generator=generator)
+    arguments = (ids, positions, of if types else None, words, places, kinds if types else None, weight, bias, EPS)
+    found = norms.embedding_norm(*arguments, total=True, codes=INT8, following=0.02)
+    h = words[ids] + (kinds[of] if types else 0.0) + places[positions]
+    value, codes = reference.normed(h, weight, bias, EPS, codes=INT8, following=0.02)
+    assert found.total is not None
+    assert found.value is not None
+    assert found.codes is not None
+    assert codes is not None
+    assert torch.equal(found.total, h)
+    torch.testing.assert_close(found.value, value, rtol=1e-5, atol=1e-5)
+    assert steps(found.codes, codes) <= 1
+
+
+def test_nan_stays_in_its_row() -> None:
+    x = torch.randn(3, 16)
+    x[1, 4] = torch.nan
+    found = norms.norm(x, None, torch.ones(16), None, EPS, codes=INT8, following=0.1)
+    assert found.value is not None
+    assert found.codes is not None
+    assert found.value.isnan().any(1).tolist() == [False, True, False]
+    assert not found.codes[1].any()
