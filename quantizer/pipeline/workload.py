@@ -15,6 +15,7 @@ from torch import nn
 from quantizer.algorithms.make_plan import sees_the_same
 from quantizer.config import RunConfig
 from quantizer.config.data_section import MODULE
+from quantizer.observe.replay_batches import weight
 from quantizer.pipeline.context import RunContext, RunExamples, Runnable, as_predictor, bar
 from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.module_feed import LABELS, ModuleFeed, fitted, named_batches
@@ -174,7 +175,7 @@ class Workload:
 
 
 _PART = 16
-"""The most samples of a batch for calibration: four batches, which a search replays, then have 64 samples."""
+"""The largest weight of a batch for calibration, so that the least number of batches is enough for a search."""
 
 
 def in_parts(batches: Sequence[Batch], feed: Feed) -> Sequence[Batch]:
@@ -187,7 +188,7 @@ def in_parts(batches: Sequence[Batch], feed: Feed) -> Sequence[Batch]:
 
 def _parts(batch: Batch) -> Iterator[Batch]:
     rows, _ = batch_shape(batch)
-    size = math.ceil(rows / math.ceil(rows / _PART))
+    size = math.ceil(rows / math.ceil(weight(batch) / _PART))
     for start in range(0, rows, size):
         yield rows_at(batch, range(start, min(start + size, rows)))
 

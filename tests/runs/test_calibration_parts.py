@@ -1,4 +1,4 @@
-"""Large calibration batches are searched in parts of 16 samples, unless the model mixes samples or fixes its batch."""
+"""Large calibration batches come in parts of 16 samples or 8 images, unless the model mixes samples or fixes its batch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def test_large_batches_become_equal_parts_with_the_same_samples() -> None:
     assert [len(part["x"]) for part in parts] == [14, 14, 12, 16, 16, 16, 3]
     assert torch.equal(torch.cat([part["x"] for part in parts]), torch.cat([batch["x"] for batch in batches]))
     assert all(torch.equal(part["table"], batches[0]["table"]) for part in parts)
+
+
+def test_large_samples_come_in_smaller_parts() -> None:
+    batches = [{"x": torch.randn(16, 3, 128, 128)}]
+    assert [len(part["x"]) for part in in_parts(batches, _feed(batches))] == [8, 8]
 
 
 def test_a_model_that_mixes_samples_gets_its_batches() -> None:
