@@ -57,6 +57,28 @@ PIPELINES = {
 }
 """Pipelines of transformers.js."""
 
+COMPRESSED_TENSORS = {
+    "audio-classification": "AutoModelForAudioClassification",
+    "automatic-speech-recognition": "AutoModelForCTC",
+    "depth-estimation": "AutoModelForDepthEstimation",
+    "embedding-classification": "AutoModel",
+    "fill-mask": "AutoModelForMaskedLM",
+    "image-classification": "AutoModelForImageClassification",
+    "image-feature-extraction": "AutoModel",
+    "object-detection": "AutoModelForObjectDetection",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "retrieval": "AutoModel",
+    "semantic-segmentation": "AutoModelForSemanticSegmentation",
+    "sentence-similarity": "AutoModel",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "text-generation": "AutoModelForCausalLM",
+    "token-classification": "AutoModelForTokenClassification",
+}
+"""Classes of transformers, which loads this format with the library compressed-tensors."""
+
+OF_ANY_BACKEND = {"compressed-tensors": Layout("model.safetensors", COMPRESSED_TENSORS)}
+"""Layouts without a graph, which hold the weights of the quantized model, whatever the backend."""
+
 
 def optimum_classes(start: str, **more: str) -> dict[str, str]:
     """Return the classes of Optimum that begin with ``start``, and ``more`` of some libraries."""
