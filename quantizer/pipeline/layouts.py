@@ -10,16 +10,19 @@ from quantizer.config import ModelConfig
 from quantizer.config.layouts import layout_of
 from quantizer.engines import GraphWriter, backend
 from quantizer.errors import QuantizerError, TaskError
+from quantizer.pipeline.client_code import client_code
 from quantizer.pipeline.job import Job
 from quantizer.pipeline.load import write_json
 from quantizer.pipeline.triton import link_file, link_onnx
 from quantizer.plan.compressed_tensors import compressed_checkpoint
 from quantizer.plan.targets.clients import OF_ANY_BACKEND, Layout
+from quantizer.report import RunRecord
+from quantizer.report.model_card import CardClient, write_layout_card
 from quantizer.tasks import save_processor
 from quantizer.tasks.checkpoints import read_prompts
 from quantizer.tasks.outputs import MEAN, SentencePooling
 from quantizer.tasks.zero_shot import TextTower
-from quantizer.utils.paths import is_file
+from quantizer.utils.paths import is_file, is_folder
 from quantizer.utils.plain_values import json_values
 
 _NEEDS_FAST_TOKENIZER = "transformers-js"
@@ -107,6 +110,21 @@ def _write_weights(job: Job, name: str) -> None:
             f"warning: deliver: {name!r} keeps {len(left)} of {len(left) + len(checkpoint.linears)} quantized linear "
             f"layers in floating point, such as {path}: {reason}"
         )
+
+
+def write_layout_cards(job: Job, record: RunRecord) -> None:
+    """Write the model card of each layout that was written."""
+    backend_name, task = job.config.quantizer.backend, job.context.task.name
+    for name in _layouts(job, backend_name):
+        folder = job.target / name
+        if not is_folder(folder):
+            continue
+        quantized = not any(folder.glob("onnx/model.onnx"))
+        place = ".." if name == _NEEDS_FAST_TOKENIZER else "."
+        code = client_code(name, backend_name, task, place, quantized=quantized)
+        if code is not None:
+            client = CardClient(library=code.library, layout=name, needs=code.needs, language=code.language)
+            write_layout_card(record, folder, client, code.code, of_engine=name not in OF_ANY_BACKEND)
 
 
 def _layouts(job: Job, backend_name: str) -> dict[str, Layout]:
