@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quantizer.config import ModelConfig
 from quantizer.config.layouts import layout_of
@@ -112,19 +112,19 @@ def _write_weights(job: Job, name: str) -> None:
         )
 
 
-def write_layout_cards(job: Job, record: RunRecord) -> None:
-    """Write the model card of each layout that was written."""
+def write_layout_cards(job: Job, record: RunRecord, *, quantized: bool) -> None:
+    """Write the model card of each layout that was written, from the quantized or the float engine."""
     backend_name, task = job.config.quantizer.backend, job.context.task.name
     for name in _layouts(job, backend_name):
         folder = job.target / name
         if not is_folder(folder):
             continue
-        quantized = not any(folder.glob("onnx/model.onnx"))
         place = ".." if name == _NEEDS_FAST_TOKENIZER else "."
         code = client_code(name, backend_name, task, place, quantized=quantized)
         if code is not None:
             client = CardClient(library=code.library, layout=name, needs=code.needs, language=code.language)
-            write_layout_card(record, folder, client, code.code, of_engine=name not in OF_ANY_BACKEND)
+            graph: Literal["engine", "float"] = "engine" if quantized else "float"
+            write_layout_card(record, folder, client, code.code, of="weights" if name in OF_ANY_BACKEND else graph)
 
 
 def _layouts(job: Job, backend_name: str) -> dict[str, Layout]:

@@ -20,7 +20,7 @@ from quantizer.config import AmpConfig, RunConfig, dump_yaml
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.engines.measure import end_trial_process, trial_process
 from quantizer.errors import EngineError
-from quantizer.pipeline.benchmark import build_options, measure_latency, measure_memory
+from quantizer.pipeline.benchmark import build_options, deployed, measure_latency, measure_memory
 from quantizer.pipeline.check_rules import check_rules
 from quantizer.pipeline.choose_engine import PickedBackend, pick_backend
 from quantizer.pipeline.compare_outputs import (
@@ -432,7 +432,7 @@ def report(job: Job) -> RunRecord:
     record = replace(record, stages=job.stages)
     write_run_card(record, job.target, deliver(job, record))
     if record.engine is not None:
-        write_layout_cards(job, record)
+        write_layout_cards(job, record, quantized=job.config.quantize and deployed(record) != "float")
     write_reports(record, job.config.report.formats, job.target)
     job.work.write_call(job.target)
     return record

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -202,12 +202,17 @@ def write_run_card(record: RunRecord, folder: Path, snippet: str | None = None) 
 
 
 def write_layout_card(
-    record: RunRecord, folder: Path, client: CardClient, snippet: str, *, of_engine: bool = True
+    record: RunRecord, folder: Path, client: CardClient, snippet: str, *, of: Literal["engine", "float", "weights"]
 ) -> None:
-    """Write the model card of a layout into its folder; without scores and figures unless they are ``of_engine``."""
+    """Write the model card of a layout into its folder.
+
+    ``of``: the layout has the graph of the engine, that of the float engine, or no graph, so that nothing was measured.
+    """
     facts = replace(_facts(record, folder, snippet), client=client)
-    if not of_engine:
+    if of == "weights":
         facts = replace(facts, score=None, figures=())
+    elif of == "float":
+        facts = replace(facts, score=record.float_score, figures=(), dtype=None, configuration={})
     write_text_atomic(folder / CARD, card_text(facts))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="checkpoints are those of transformers: install enginequant[hf]")
 
-from compressed_kinds import KINDS, quantized
+from compressed_kinds import KINDS, inputs, quantized
 from helpers import batch, read_json, tiny
 
+import quantizer
 from quantizer import Quantizer, QuantizerConfig
 from quantizer.errors import QuantizerError
 from quantizer.plan.compressed_tensors import compressed_checkpoint, is_compressed, write_compressed_tensors
@@ -39,8 +41,8 @@ FORMATS: dict[str, tuple[str, dict[str, torch.dtype]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tensors_and_the_config(kind: str, tmp_path: Path) -> None:
-    model, frozen, quantizer = quantized(kind)
-    written = write_compressed_tensors(model, frozen, quantizer.plan, tmp_path)
+    model, frozen, q = quantized(kind)
+    written = write_compressed_tensors(model, frozen, q.plan, tmp_path)
     assert not written.left
     document = read_json(tmp_path / "config.json")
     config = document["quantization_config"]
@@ -69,11 +71,11 @@ def unpacked(words: Tensor, bits: int, columns: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_integers_and_scales_are_those_of_the_frozen_proxy(kind: str) -> None:
-    model, frozen, quantizer = quantized(kind)
-    tensors = compressed_checkpoint(model, frozen, quantizer.plan).tensors
+    model, frozen, q = quantized(kind)
+    tensors = compressed_checkpoint(model, frozen, q.plan).tensors
     compared = 0
     for site in sites_of(frozen):
-        if not quantizer.plan[site.path].quantized:
+        if not q.plan[site.path].quantized:
             continue
         host, weight, data = site.host_path, site.quantizer_of("weight"), site.quantizer_of("input")
         assert weight.stored is not None
@@ -98,8 +100,8 @@ def test_integers_and_scales_are_those_of_the_frozen_proxy(kind: str) -> None:
 
 
 def test_a_corrected_bias_is_the_sum() -> None:
-    model, frozen, quantizer = quantized("zero points")
-    tensors = compressed_checkpoint(model, frozen, quantizer.plan).tensors
+    model, frozen, q = quantized("zero points")
+    tensors = compressed_checkpoint(model, frozen, q.plan).tensors
     shifts = {site.host_path: site.bias_shift for site in sites_of(frozen) if site.bias_shift is not None}
     assert shifts
     for host, shift in shifts.items():
@@ -109,8 +111,8 @@ def test_a_corrected_bias_is_the_sum() -> None:
 
 
 def test_one_range_per_token_instead_of_those_of_the_plan() -> None:
-    model, frozen, quantizer = quantized("zero points")
-    checkpoint = compressed_checkpoint(model, frozen, quantizer.plan, dynamic=True)
+    model, frozen, q = quantized("zero points")
+    checkpoint = compressed_checkpoint(model, frozen, q.plan, dynamic=True)
     assert not any("input" in name and QUERY in name for name in checkpoint.tensors)
     inputs = checkpoint.config["config_groups"]["group_0"]["input_activations"]
     assert (inputs["strategy"], inputs["dynamic"], inputs["symmetric"]) == ("token", True, False)
@@ -119,11 +121,21 @@ def test_one_range_per_token_instead_of_those_of_the_plan() -> None:
 def test_blocks_at_run_time() -> None:
     model = nn.Sequential(nn.Linear(128, 16))
     settings = QuantizerConfig(preset="plain", backend="openvino", activations={"ranges": "dynamic"})
-    quantizer = Quantizer(settings)
-    quantizer.calibrate(model, [torch.randn(4, 128)], progress=False)
-    config = compressed_checkpoint(model, quantizer.quantize(model), quantizer.plan).config
+    q = Quantizer(settings)
+    q.calibrate(model, [torch.randn(4, 128)], progress=False)
+    config = compressed_checkpoint(model, q.quantize(model), q.plan).config
     inputs = config["config_groups"]["group_0"]["input_activations"]
     assert (inputs["strategy"], inputs["group_size"], inputs["dynamic"]) == ("group", 128, True)
+
+
+def test_the_code_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "serve-with.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S) if "write_compressed" in block)
+    monkeypatch.chdir(tmp_path)
+    model = tiny("bert-classification")
+    exec(code, {"quantizer": quantizer, "model": model, "batches": [inputs()]})
+    config = read_json(tmp_path / "my-model-fp8" / "config.json")["quantization_config"]
+    assert config["format"] == "float-quantized"
 
 
 # -- what the format cannot express ------------------------------------------------------------------------------------
@@ -148,16 +160,16 @@ class Odd(nn.Module):
 
 
 def calibrated(model: nn.Module, data: Any, **options: Any) -> Quantizer:
-    quantizer = Quantizer(QuantizerConfig(**{"preset": "plain", "backend": "openvino", **options}))
-    quantizer.calibrate(model, data, progress=False)
-    return quantizer
+    q = Quantizer(QuantizerConfig(**{"preset": "plain", "backend": "openvino", **options}))
+    q.calibrate(model, data, progress=False)
+    return q
 
 
 def test_what_stays_in_floating_point_has_a_reason() -> None:
     torch.manual_seed(0)
     model = Odd().eval()
-    quantizer = calibrated(model, [torch.randn(2, 8, 16)])
-    checkpoint = compressed_checkpoint(model, quantizer.quantize(model), quantizer.plan)
+    q = calibrated(model, [torch.randn(2, 8, 16)])
+    checkpoint = compressed_checkpoint(model, q.quantize(model), q.plan)
     assert checkpoint.linears == ("plain",)
     assert set(checkpoint.config["ignore"]) == {"read", "first", "again"}
     reasons = {path.partition(".")[0]: reason for path, reason in checkpoint.left.items()}
@@ -175,32 +187,32 @@ def test_factors_of_smoothquant_are_refused() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     x = torch.randn(64, 16)
     x[:, 0] *= 50
-    quantizer = calibrated(model, [x, x + 1], activations={"smoothquant_alpha": 0.5})
+    q = calibrated(model, [x, x + 1], activations={"smoothquant_alpha": 0.5})
     with pytest.raises(
         QuantizerError, match=r"no quantized linear layer can .*: 0\..* factors of SmoothQuant or AWQ, .*"
     ):
-        compressed_checkpoint(model, quantizer.quantize(model), quantizer.plan)
+        compressed_checkpoint(model, q.quantize(model), q.plan)
 
 
 def test_another_proxy_is_refused() -> None:
-    model, _, quantizer = quantized("symmetric")
-    for proxy in (quantizer.amp(model), model):
+    model, _, q = quantized("symmetric")
+    for proxy in (q.amp(model), model):
         with pytest.raises(QuantizerError, match="is not the result of quantize"):
-            compressed_checkpoint(model, proxy, quantizer.plan)
+            compressed_checkpoint(model, proxy, q.plan)
 
 
 def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    quantizer = calibrated(model, [torch.randn(4, 16)])
+    q = calibrated(model, [torch.randn(4, 16)])
     with pytest.raises(QuantizerError, match=r"Sequential is not a transformers model, so it has no config\.json"):
-        write_compressed_tensors(model, quantizer.quantize(model), quantizer.plan, tmp_path)
+        write_compressed_tensors(model, q.quantize(model), q.plan, tmp_path)
 
 
 def test_a_float_plan_is_refused() -> None:
     model = tiny("bert-classification")
-    quantizer = calibrated(model, [batch("bert-classification")], exclude={"names": ["**"]})
+    q = calibrated(model, [batch("bert-classification")], exclude={"names": ["**"]})
     with pytest.raises(QuantizerError, match=r"no quantized linear layer can .*: the plan quantizes nothing"):
-        compressed_checkpoint(model, quantizer.quantize(model), quantizer.plan)
+        compressed_checkpoint(model, q.quantize(model), q.plan)
 
 
 def test_other_folders_are_not_of_this_format(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_the_metadata_is_what_the_hub_reads(layout: str | None, tmp_path: Path) 
         write_run_card(record, tmp_path)
     else:
         client = CardClient(library="a-library", layout=layout, needs="`a-package`")
-        write_layout_card(record, tmp_path, client, "print(1)\n", of_engine=layout == "openvino")
+        write_layout_card(record, tmp_path, client, "print(1)\n", of="engine" if layout == "openvino" else "weights")
     # A fault of model-index raises here.
     card = hub.ModelCard.load(tmp_path / "README.md", ignore_metadata_errors=False)
     data = card.data
@@ -118,10 +118,24 @@ def test_the_metadata_is_what_the_hub_reads(layout: str | None, tmp_path: Path) 
         assert "Needs `a-package`.\n\nIn this folder:\n\n```python\nprint(1)\n```" in card.text
         return
     (result,) = data.eval_results
-    result.validate()
-    assert isinstance(result, hub.EvalResult)
+    again = hub.ModelCardData(model_name=record.name, eval_results=[result]).to_dict()
+    assert again["model-index"] == data.to_dict()["model-index"]
     assert (result.task_type, result.metric_value) == ("text-classification", round(record.score.value, 6))  # type: ignore[union-attr]
     assert (f"with the {engine.backend} engine of quantizer" in card.text) is (layout is not None)
+
+
+def test_a_layout_of_the_float_engine_is_no_quantized_model(tmp_path: Path) -> None:
+    record = replace(sample_record(), model=ModelInfo(source="me/base", task="sequence-classification", parameters=1))
+    client = CardClient(library="onnx", layout="onnx", needs="`onnxruntime`")
+    write_layout_card(record, tmp_path, client, "print(1)\n", of="float")
+    _, metadata, body = (tmp_path / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    values = yaml.safe_load(metadata)
+    assert "base_model_relation" not in values
+    assert values["tags"] == ["quantizer", "onnx"]
+    (metric,) = values["model-index"][0]["results"][0]["metrics"]
+    assert metric["name"].endswith("(float)")
+    assert body.lstrip().startswith(f"# {record.name}\n\nModel of `me/base` for onnx")
+    assert "INT8" not in body
 
 
 def test_a_float_engine_is_no_quantized_model(tmp_path: Path) -> None:

@@ -285,11 +285,11 @@ def test_a_task_without_code() -> None:
 
 
 def test_the_card_of_each_layout(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written_cards: dict[str, tuple[str, str, bool]] = {}
+    written_cards: dict[str, tuple[str, str, str]] = {}
 
-    def write_card(_: Any, folder: Path, client: Any, code: str, *, of_engine: bool) -> None:
+    def write_card(_: Any, folder: Path, client: Any, code: str, *, of: str) -> None:
         assert folder == tmp_path / client.layout
-        written_cards[client.layout] = (client.library, code, of_engine)
+        written_cards[client.layout] = (client.library, code, of)
 
     monkeypatch.setattr(layouts_module, "write_layout_card", write_card)
     layouts = ["onnx", "optimum", "transformers-js", "compressed-tensors", "sentence-transformers"]
@@ -297,12 +297,12 @@ def test_the_card_of_each_layout(checkpoint: Path, tmp_path: Path, monkeypatch: 
     with_weights(job)
     write_layouts(job, tmp_path / "model.onnx", quantized=False)
     shutil.rmtree(tmp_path / "sentence-transformers")
-    write_layout_cards(job, None)  # type: ignore[arg-type]
-    assert {layout: (library, of_engine) for layout, (library, _, of_engine) in written_cards.items()} == {
-        "onnx": ("onnx", True),
-        "optimum": ("optimum", True),
-        "transformers-js": ("transformers.js", True),
-        "compressed-tensors": ("transformers", False),
+    write_layout_cards(job, None, quantized=False)  # type: ignore[arg-type]
+    assert {layout: (library, of) for layout, (library, _, of) in written_cards.items()} == {
+        "onnx": ("onnx", "float"),
+        "optimum": ("optimum", "float"),
+        "transformers-js": ("transformers.js", "float"),
+        "compressed-tensors": ("transformers", "weights"),
     }
     assert 'dtype: "fp32"' in written_cards["transformers-js"][1]
 
