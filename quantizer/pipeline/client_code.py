@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quantizer.config.layouts import layout_of
 from quantizer.pipeline.load import processor_folder
-from quantizer.plan.targets.clients import OPTIMUM
+from quantizer.plan.targets.clients import GRAPH_CLIENTS, OPTIMUM
 from quantizer.tasks import tasks
 
 
@@ -29,7 +30,7 @@ class ClientCode:
 
 @dataclass(frozen=True, kw_only=True)
 class _Samples:
-    """How samples are read.
+    """Code that reads samples.
 
     Attributes:
         before: imports of other libraries.
@@ -64,14 +65,13 @@ _SAMPLES = {
         call='[soundfile.read("a-recording.wav")[0]], sampling_rate=16000, padding=True',
     ),
 }
-_HINT = '"INFERENCE_PRECISION_HINT": "f32"'
 _OPENVINO = """\
 import openvino
 {before}from transformers import {loader}
 
 folder = "{folder}"
 {name} = {loader}.from_pretrained(f"{{folder}}/{processor}")
-model = openvino.Core().compile_model(f"{{folder}}/model.xml", "CPU", {{{hint}}})
+model = openvino.Core().compile_model(f"{{folder}}/model.xml", "CPU", {{"INFERENCE_PRECISION_HINT": "f32"}})
 encoded = {name}({call}, return_tensors="np")
 outputs = model({{port.any_name: encoded[port.any_name] for port in model.inputs}})["{output}"]
 print(outputs)
@@ -144,8 +144,7 @@ def client_code(layout: str, backend: str, task: str, folder: str, *, quantized:
     known, kind = layout_of(layout, backend), tasks[task]
     if known is None or kind.in_parts or (known.classes and task not in known.classes):
         return None
-    samples, openvino = _SAMPLES[kind.reads], backend.startswith("openvino")
-    client = known.classes.get(task, "")
+    samples, client = _SAMPLES[kind.reads], known.classes.get(task, "")
     values = {
         "folder": folder,
         "client": client,
@@ -156,28 +155,27 @@ def client_code(layout: str, backend: str, task: str, folder: str, *, quantized:
         "call": samples.call,
         "output": kind.output_name,
     }
-    if layout == "openvino":
-        return _python("openvino", "`openvino` and `transformers`", _OPENVINO.format(**values, hint=_HINT))
-    if layout == "onnx":
-        dtype = "int64" if kind.reads == "text" else "float32"
-        return _python("onnx", "`onnxruntime` and `transformers`", _ONNX.format(**values, dtype=dtype))
-    if layout == "optimum":
-        module, package = ("intel", "optimum-intel") if openvino else ("onnxruntime", "optimum-onnx")
-        imports = f"from optimum.{module} import {client}\nfrom transformers import {samples.loader}"
-        settings = f", ov_config={{{_HINT}}}" if openvino else ""
-        code = _CLASS.format(**values, imports=imports, settings=settings, after="")
-        return _python("optimum", f"`{package}` with `{'openvino' if openvino else 'onnxruntime'}`", code)
     if layout == "compressed-tensors":
         imports = f"from transformers import {', '.join(sorted((client, samples.loader)))}"
         code = _CLASS.format(**values, imports=imports, settings=', dtype="float32"', after=".detach()")
         return _python("transformers", "`transformers` and `compressed-tensors`", code)
+    suffix = Path(known.file).suffix
+    graph = GRAPH_CLIENTS[suffix]
+    if not known.classes:
+        dtype = "int64" if kind.reads == "text" else "float32"
+        code = {".xml": _OPENVINO, ".onnx": _ONNX}[suffix].format(**values, dtype=dtype)
+        return _python(graph.library, f"`{graph.package}` and `transformers`", code)
+    package = f"`{graph.optimum}` with `{graph.package}`"
+    if layout == "optimum":
+        imports = f"from optimum.{graph.module} import {client}\nfrom transformers import {samples.loader}"
+        settings = f", ov_config={graph.config}" if graph.config else ""
+        return _python("optimum", package, _CLASS.format(**values, imports=imports, settings=settings, after=""))
     if layout == "sentence-transformers":
         settings = f'{{"file_name": "{known.file}"}}'
-        if openvino:
-            settings = f'{{\n        "file_name": "{known.file}",\n        "ov_config": {{{_HINT}}},\n    }}'
-        code = _SENTENCES.format(**values, backend="openvino" if openvino else "onnx", settings=settings)
+        if graph.config:
+            settings = f'{{\n        "file_name": "{known.file}",\n        "ov_config": {graph.config},\n    }}'
+        code = _SENTENCES.format(**values, backend=graph.backend, settings=settings)
         code += _PAIRS if client == "CrossEncoder" else _EMBED
-        package = "`optimum-intel` with `openvino`" if openvino else "`optimum-onnx` with `onnxruntime`"
         return _python("sentence-transformers", f"`sentence-transformers` and {package}", code)
     if layout == "transformers-js":
         dtype = "q8" if quantized else "fp32"

@@ -120,7 +120,9 @@ def test_the_metadata_is_what_the_hub_reads(layout: str | None, tmp_path: Path) 
     (result,) = data.eval_results
     again = hub.ModelCardData(model_name=record.name, eval_results=[result]).to_dict()
     assert again["model-index"] == data.to_dict()["model-index"]
-    assert (result.task_type, result.metric_value) == ("text-classification", round(record.score.value, 6))  # type: ignore[union-attr]
+    score = record.score
+    assert score is not None
+    assert (result.task_type, result.metric_value) == ("text-classification", round(score.value, 6))
     assert (f"with the {engine.backend} engine of quantizer" in card.text) is (layout is not None)
 
 
