@@ -114,13 +114,13 @@ def _write_weights(job: Job, name: str) -> None:
 
 def write_layout_cards(job: Job, record: RunRecord, *, quantized: bool) -> None:
     """Write the model card of each layout that was written, from the quantized or the float engine."""
-    backend_name, task = job.config.quantizer.backend, job.context.task.name
+    backend_name = job.config.quantizer.backend
     for name in _layouts(job, backend_name):
         folder = job.target / name
         if not is_folder(folder):
             continue
         place = ".." if name == _NEEDS_FAST_TOKENIZER else "."
-        code = client_code(name, backend_name, task, place, quantized=quantized)
+        code = client_code(name, backend_name, job.context.task.name, place, quantized=quantized)
         if code is not None:
             client = CardClient(library=code.library, layout=name, needs=code.needs, language=code.language)
             graph: Literal["engine", "float"] = "engine" if quantized else "float"
