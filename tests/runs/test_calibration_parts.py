@@ -1,4 +1,4 @@
-"""Large calibration batches come in parts of 16 samples or 8 images, unless the model mixes samples or fixes its batch."""
+"""Large calibration batches come in parts of 16 samples or 8 images, unless the model mixes or fixes samples."""
 
 from __future__ import annotations
 
