@@ -1,0 +1,231 @@
+"""What INT8 costs a detector: mAP50-95, recall, confidence and latency, beside other quantizers with their defaults.
+
+    python benchmarks/detectors [NAME...] [--tools TOOL...] [--scenes N]
+
+Detectors are trained on synthetic scenes first, unless their weights are there (``train.py``). All tools calibrate on the
+same 128 training scenes, and all engines detect in the same other scenes. Every engine has one thread.
+
+``recall`` is the share of objects with a detection of their class whose overlap (IoU) is at least 0.5 and whose
+confidence is at least 0.25. ``confidence`` is the mean confidence over the objects that the float model finds so; an
+object that another engine misses counts with 0. Latency is measured in interleaved rounds, with batches of 1 and 8.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent), str(_HERE.parent / "field")]
+
+from common import heading
+from detectors import DETECTORS, Detector
+from scenes import CLASSES, SIDE, Scene, scene
+from subjects import Batch, Run, Subject
+from tools import TOOLS, Made
+from torch import nn
+from train import trained
+
+from quantizer.engines import interleaved_latency
+from quantizer.tasks.datasets.examples import Boxes
+from quantizer.tasks.object_detection import Detections, average_precision, match_objects
+from quantizer.utils.records import paired_interval
+
+Array = npt.NDArray[Any]
+
+_FLOAT = ("openvino-float32", "openvino-bfloat16", "onnxruntime-float32")
+_TOOLS = (*_FLOAT, "openvino", "onnxruntime", "nncf", "quantize-static")
+_CALIBRATION = 128
+_SCENES = 500
+_FIRST = 1_000_000
+"""The number of the first scene that is scored; training scenes start at 0."""
+_BATCH = 8
+_SURE = 0.25
+_RESAMPLES = 200
+_ROUNDS = 60
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """The detections of an engine beside the objects.
+
+    Attributes:
+        matches: see ``match_objects`` [N x K].
+        confidence: the highest confidence of a detection of each object, over all scenes; 0 without one.
+    """
+
+    matches: Array
+    confidence: Array
+
+    @property
+    def score(self) -> float:
+        """mAP50-95."""
+        return float(average_precision(self.matches, np.ones((1, len(self.matches))))[0])
+
+    @property
+    def recall(self) -> float:
+        """The share of the objects that are found."""
+        return float((self.confidence >= _SURE).mean())
+
+    def mean_confidence(self, base: Judged) -> float:
+        """Return the mean confidence of the objects that the float model finds."""
+        return float(self.confidence[base.confidence >= _SURE].mean())
+
+
+@cache
+def _scored(number: int) -> list[Scene]:
+    return [scene(_FIRST + at) for at in range(number)]
+
+
+def _judge(found: Sequence[Detections], scenes: Sequence[Scene]) -> Judged:
+    examples = [
+        Boxes(
+            Path(f"{at}.png"),
+            tuple(map(tuple, made.boxes.tolist())),
+            tuple(CLASSES[kind] for kind in made.labels),
+            (False,) * len(made.labels),
+        )
+        for at, made in enumerate(scenes)
+    ]
+    confidence = [_confidence(one, made) for one, made in zip(found, scenes, strict=True)]
+    return Judged(match_objects(found, examples, CLASSES), np.concatenate(confidence))
+
+
+def _confidence(found: Detections, made: Scene) -> Array:
+    """Return the highest confidence of a detection of each object [N]."""
+    low = np.maximum(made.boxes[:, None, :2], found.boxes[None, :, :2])
+    high = np.minimum(
+        made.boxes[:, None, :2] + made.boxes[:, None, 2:], found.boxes[None, :, :2] + found.boxes[None, :, 2:]
+    )
+    common = (high - low).clip(min=0).prod(-1)
+    union = made.boxes[:, 2:].prod(-1)[:, None] + found.boxes[:, 2:].prod(-1)[None] - common
+    right = (common >= 0.5 * union) & (made.labels[:, None] == found.classes[None])
+    return np.max(np.where(right, found.scores[None], 0.0), axis=1, initial=0.0)
+
+
+def _batches(detector: Detector, scenes: Sequence[Scene]) -> list[Batch]:
+    images = torch.from_numpy(np.stack([made.image for made in scenes]).transpose(0, 3, 1, 2)).float() / 255
+    return [{detector.input_name: part.contiguous()} for part in images.split(_BATCH)]
+
+
+def _subject(name: str, model: nn.Module, number: int) -> Subject:
+    detector = DETECTORS[name]
+    scored, calibration = _scored(number), [scene(at) for at in range(_CALIBRATION)]
+    batches = _batches(detector, scored)
+
+    def predict(run: Run) -> Any:
+        found: list[Detections] = []
+        for batch in batches:
+            found.extend(detector.read(run(batch)))
+        return _judge(found, scored)
+
+    return Subject(
+        title=detector.title,
+        metric="mAP50-95",
+        model=model,
+        calibration=_batches(detector, calibration),
+        inputs=lambda rows: {detector.input_name: batches[0][detector.input_name][:rows].contiguous()},
+        predict=predict,
+        figures=lambda base, found: {"score": found.score, "base": base.score},
+        is_transformer=detector.is_transformer,
+    )
+
+
+def _in_torch(model: nn.Module) -> Run:
+    def run(batch: Batch) -> Any:
+        with torch.no_grad():
+            return model(**batch)
+
+    return run
+
+
+def _row(title: str, found: Judged, base: Judged, times: Sequence[str], seconds: float) -> str:
+    random = np.random.default_rng(0)
+    number = len(base.matches)
+    weights = random.multinomial(number, np.full(number, 1 / number), size=_RESAMPLES)
+    low, high = paired_interval(*(average_precision(one.matches, weights) for one in (base, found)))
+    confidence, before = found.mean_confidence(base), base.mean_confidence(base)
+    cells = [
+        f"{100 * found.score:.2f}",
+        f"{100 * (found.score - base.score):+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]",
+        f"{100 * found.recall:.1f}%",
+        f"{confidence:.3f} ({confidence - before:+.3f})",
+        *times,
+        f"{seconds:.0f}",
+    ]
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+def _table(name: str, tools: Sequence[str], number: int, rounds: int) -> None:
+    model = DETECTORS[name].ready(trained(name))
+    subject = _subject(name, model, number)
+    base: Judged = subject.predict(_in_torch(model))
+    print(f"\n### {subject.title}, {SIDE} x {SIDE} pixels, {number} scenes, {len(base.confidence)} objects\n")
+    with tempfile.TemporaryDirectory() as folder:
+        runs: dict[str, Run] = {}
+        rows: dict[str, tuple[Judged, float]] = {}
+        for tool in tools:
+            work, began = Path(folder) / tool, time.monotonic()
+            work.mkdir()
+            try:
+                # Some libraries print to the standard output.
+                with redirect_stdout(sys.stderr):
+                    made: Made = TOOLS[tool].make(subject, work)
+                    runs[tool] = made.load()
+            except Exception as error:  # Another tool may fail on a model; the table says so.
+                if TOOLS[tool].ours:
+                    raise
+                print(f"{TOOLS[tool].title}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+                rows.pop(tool, None)
+                continue
+            seconds = time.monotonic() - began
+            rows[tool] = subject.predict(runs[tool]), seconds
+            print(_row(TOOLS[tool].title, rows[tool][0], base, [], seconds), file=sys.stderr, flush=True)
+        times = [_speed_ups(runs, subject.inputs(batch), rounds) for batch in (1, _BATCH)]
+    print(
+        f"| engine | mAP50-95 | difference | recall | confidence | speed-up, batch 1 | batch {_BATCH} | seconds to make |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    print(_row("torch, float32", base, base, ["", ""], 0))
+    for tool in tools:
+        if tool in rows:
+            judged, seconds = rows[tool]
+            print(_row(TOOLS[tool].title, judged, base, [f"{part[tool]:.2f}" for part in times], seconds))
+        else:
+            print(f"| {TOOLS[tool].title} | failed | | | | | | |")
+    sys.stdout.flush()
+
+
+def _speed_ups(runs: dict[str, Run], batch: Batch, rounds: int) -> dict[str, float]:
+    """Return the speed-up of each run over the fastest one in float, by the medians of interleaved rounds."""
+    calls: dict[str, Callable[[], object]] = {name: partial(run, batch) for name, run in runs.items()}
+    taken = interleaved_latency(calls, rounds=rounds, warmup=2)
+    medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    fastest = min(medians[name] for name in _FLOAT if name in medians)
+    return {name: fastest / value for name, value in medians.items()}
+
+
+if __name__ == "__main__":
+    parser = ArgumentParser()
+    parser.add_argument("names", nargs="*", help=" or ".join(DETECTORS))
+    parser.add_argument("--tools", nargs="*", default=_TOOLS, help=", ".join(TOOLS))
+    parser.add_argument("--scenes", type=int, default=_SCENES, help="the number of scenes that are scored")
+    parser.add_argument("--rounds", type=int, default=_ROUNDS, help="rounds of the latency")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(heading("Detectors: mAP, recall and confidence on synthetic scenes"))
+    for name in arguments.names or DETECTORS:
+        _table(name, arguments.tools, arguments.scenes, arguments.rounds)
