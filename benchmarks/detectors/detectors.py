@@ -206,10 +206,10 @@ DETECTORS: dict[str, Detector] = {
         loss=_rt_detr_loss,
         read=_transformers_read,
         input_name="pixel_values",
-        rate=6e-4,
+        rate=1e-3,
         ready=lambda model: _Detections(model).eval(),
         is_transformer=True,
-        steps=2500,
+        steps=1200,
     ),
     "yolo11n": Detector(
         title="YOLO11n, ultralytics",
@@ -217,7 +217,7 @@ DETECTORS: dict[str, Detector] = {
         loss=_yolo_loss,
         read=_yolo_read,
         ready=_yolo_ready,
-        steps=2500,
+        steps=1200,
     ),
 }
 """All detectors, by the name that the command takes."""

@@ -83,7 +83,9 @@ def ssd_loss(model: SSD, images: Tensor, boxes: list[Tensor], labels: list[Tenso
     ``boxes`` has the corners of the objects of each image in pixels.
     """
     logits, found = model.raw(images)
-    anchors = torch.cat([model.anchors[:, :2] - model.anchors[:, 2:] / 2, model.anchors[:, :2] + model.anchors[:, 2:] / 2], -1)
+    anchors = torch.cat(
+        [model.anchors[:, :2] - model.anchors[:, 2:] / 2, model.anchors[:, :2] + model.anchors[:, 2:] / 2], -1
+    )
     targets = torch.full(logits.shape[:2], model.classes)
     wanted = torch.zeros_like(found)
     for at, (corners, kinds) in enumerate(zip(boxes, labels, strict=True)):

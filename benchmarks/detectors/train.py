@@ -3,7 +3,7 @@
     python benchmarks/detectors/train.py NAME... [--steps N]
 
 The weights lie in ``benchmarks/detectors/weights``, which git ignores. ``trained`` reads them, and trains where they
-are missing.
+are missing. A training that was interrupted resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ def trained(name: str, steps: int | None = None) -> nn.Module:
     model = detector.build()
     path = _WEIGHTS / f"{name}.pt"
     if not path.exists():
-        weights = _train(detector, model, detector.steps if steps is None else steps)
         path.parent.mkdir(exist_ok=True)
+        checkpoint = path.with_suffix(".checkpoint")
+        weights = _train(detector, model, detector.steps if steps is None else steps, checkpoint)
         torch.save(weights, path)
+        checkpoint.unlink(missing_ok=True)
     model.load_state_dict(torch.load(path, weights_only=True))
     return model.eval()
 
 
-def _train(detector: Detector, model: nn.Module, steps: int) -> dict[str, Tensor]:
+def _train(detector: Detector, model: nn.Module, steps: int, checkpoint: Path) -> dict[str, Tensor]:
     """Return the moving average of the weights."""
-    random = np.random.default_rng(0)
     # Norms, biases and embeddings are not decayed.
     decayed = [value for value in model.parameters() if value.dim() > 1]
     others = [value for value in model.parameters() if value.dim() <= 1]
@@ -62,10 +63,17 @@ def _train(detector: Detector, model: nn.Module, steps: int) -> dict[str, Tensor
         optimizer, lambda at: min(1.0, (at + 1) / _WARMUP) * (0.02 + 0.98 * (1 + math.cos(math.pi * at / steps)) / 2)
     )
     average = copy.deepcopy(model).eval()
+    parts = {"model": model, "average": average, "optimizer": optimizer, "schedule": schedule}
+    first = 0
+    if checkpoint.exists():
+        stored = torch.load(checkpoint, weights_only=True)
+        first = stored["step"]
+        for name, part in parts.items():
+            part.load_state_dict(stored[name])
     model.train()
     began, losses = time.monotonic(), []
-    for step in range(steps):
-        images, boxes, labels = _batch(random)
+    for step in range(first, steps):
+        images, boxes, labels = _batch(np.random.default_rng(step))
         loss = detector.loss(model, images, boxes, labels)
         optimizer.zero_grad()
         loss.backward()
@@ -76,6 +84,10 @@ def _train(detector: Detector, model: nn.Module, steps: int) -> dict[str, Tensor
         losses.append(float(loss.detach()))
         if (step + 1) % _SHOWN == 0:
             seconds = time.monotonic() - began
+            states = {name: part.state_dict() for name, part in parts.items()}
+            written = checkpoint.with_suffix(".part")
+            torch.save({"step": step + 1, **states}, written)
+            written.replace(checkpoint)
             print(f"step {step + 1} of {steps}: loss {np.mean(losses[-_SHOWN:]):.3f}, {seconds:.0f} s", file=sys.stderr)
     return average.state_dict()
 
@@ -102,7 +114,10 @@ def _batch(random: np.random.Generator) -> tuple[Tensor, list[Tensor], list[Tens
         image, corners = made.image, np.concatenate([made.boxes[:, :2], made.boxes[:, :2] + made.boxes[:, 2:]], -1)
         side = len(image)
         if random.random() < 0.5:
-            image, corners = image[:, ::-1], np.stack([side - corners[:, 2], corners[:, 1], side - corners[:, 0], corners[:, 3]], -1)
+            image, corners = (
+                image[:, ::-1],
+                np.stack([side - corners[:, 2], corners[:, 1], side - corners[:, 0], corners[:, 3]], -1),
+            )
         if random.random() < 0.5:
             image, corners = image.transpose(1, 0, 2), corners[:, [1, 0, 3, 2]]
         image = image[..., random.permutation(3)]
