@@ -2,8 +2,8 @@
 
     python benchmarks/detectors [NAME...] [--tools TOOL...] [--scenes N]
 
-Detectors are trained on synthetic scenes first, unless their weights are there (``train.py``). All tools calibrate on the
-same 128 training scenes, and all engines detect in the same other scenes. Every engine has one thread.
+Detectors are trained on synthetic scenes first, unless their weights are there (``train.py``). All tools calibrate on
+the same 128 training scenes, and all engines detect in the same other scenes. Every engine has one thread.
 
 ``recall`` is the share of objects with a detection of their class whose overlap (IoU) is at least 0.5 and whose
 confidence is at least 0.25. ``confidence`` is the mean confidence over the objects that the float model finds so; an
@@ -12,7 +12,9 @@ object that another engine misses counts with 0. Latency is measured in interlea
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,17 +30,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent), str(_HERE.parent / "field")]
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "field"))
 
 from common import heading
 from detectors import DETECTORS, Detector
-from scenes import CLASSES, SIDE, Scene, scene
+from scenes import CLASSES, SIDE, Scene, scene, write_scenes
 from subjects import Batch, Run, Subject
 from tools import TOOLS, Made
 from torch import nn
 from train import trained
 
+import quantizer
 from quantizer.engines import interleaved_latency
 from quantizer.tasks.datasets.examples import Boxes
 from quantizer.tasks.object_detection import Detections, average_precision, match_objects
@@ -47,7 +50,9 @@ from quantizer.utils.records import paired_interval
 Array = npt.NDArray[Any]
 
 _FLOAT = ("openvino-float32", "openvino-bfloat16", "onnxruntime-float32")
-_TOOLS = (*_FLOAT, "openvino", "onnxruntime", "nncf", "quantize-static")
+_CONVERTED = {"convert-openvino": "openvino", "convert-onnxruntime": "onnxruntime"}
+"""Backends of ``quantizer convert``, for detectors that have a checkpoint."""
+_TOOLS = (*_FLOAT, "openvino", "onnxruntime", *_CONVERTED, "nncf", "quantize-static")
 _CALIBRATION = 128
 _SCENES = 500
 _FIRST = 1_000_000
@@ -144,6 +149,32 @@ def _subject(name: str, model: nn.Module, number: int) -> Subject:
     )
 
 
+def _converted(detector: Detector, model: nn.Module, backend: str, folder: Path, number: int) -> Made:
+    """Return what ``quantizer convert`` makes of a checkpoint; the note is the mAP that it reports."""
+    assert detector.save is not None
+    detector.save(model, folder / "checkpoint")
+    data = {
+        "calibration": write_scenes(folder / "calibration", range(_CALIBRATION)),
+        "evaluation": write_scenes(folder / "evaluation", range(_FIRST, _FIRST + number)),
+    }
+    command = [sys.executable, "-m", "quantizer", "convert", "--model", str(folder / "checkpoint")]
+    command += ["--task", "object-detection", "--quantization", "--backend", backend, "--output", str(folder / "made")]
+    command += [word for option, path in data.items() for word in (f"--{option}", str(path))]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    record = json.loads((folder / "made" / "report.json").read_text())
+    return Made(lambda: _in_torch(quantizer.load(folder / "made")), note=str(record.get("scores")))
+
+
+def _made(tool: str, name: str, subject: Subject, folder: Path, number: int) -> Made:
+    if tool in _CONVERTED:
+        return _converted(DETECTORS[name], trained(name), _CONVERTED[tool], folder, number)
+    return TOOLS[tool].make(subject, folder)
+
+
+def _title(tool: str) -> str:
+    return f"ours, `quantizer convert`, {_CONVERTED[tool]}" if tool in _CONVERTED else TOOLS[tool].title
+
+
 def _in_torch(model: nn.Module) -> Run:
     def run(batch: Batch) -> Any:
         with torch.no_grad():
@@ -172,6 +203,7 @@ def _row(title: str, found: Judged, base: Judged, times: Sequence[str], seconds:
 def _table(name: str, tools: Sequence[str], number: int, rounds: int) -> None:
     model = DETECTORS[name].ready(trained(name))
     subject = _subject(name, model, number)
+    tools = [tool for tool in tools if tool not in _CONVERTED or DETECTORS[name].save is not None]
     base: Judged = subject.predict(_in_torch(model))
     print(f"\n### {subject.title}, {SIDE} x {SIDE} pixels, {number} scenes, {len(base.confidence)} objects\n")
     with tempfile.TemporaryDirectory() as folder:
@@ -183,29 +215,34 @@ def _table(name: str, tools: Sequence[str], number: int, rounds: int) -> None:
             try:
                 # Some libraries print to the standard output.
                 with redirect_stdout(sys.stderr):
-                    made: Made = TOOLS[tool].make(subject, work)
+                    made = _made(tool, name, subject, work, number)
                     runs[tool] = made.load()
-            except Exception as error:  # Another tool may fail on a model; the table says so.
-                if TOOLS[tool].ours:
-                    raise
-                print(f"{TOOLS[tool].title}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+            except Exception as error:  # noqa: BLE001 - whatever a tool raises is logged, and its row says failed
+                print(f"{_title(tool)}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
                 rows.pop(tool, None)
                 continue
             seconds = time.monotonic() - began
             rows[tool] = subject.predict(runs[tool]), seconds
-            print(_row(TOOLS[tool].title, rows[tool][0], base, [], seconds), file=sys.stderr, flush=True)
+            print(_row(_title(tool), rows[tool][0], base, [], seconds), file=sys.stderr, flush=True)
         times = [_speed_ups(runs, subject.inputs(batch), rounds) for batch in (1, _BATCH)]
-    print(
-        f"| engine | mAP50-95 | difference | recall | confidence | speed-up, batch 1 | batch {_BATCH} | seconds to make |"
+    shown = (
+        "mAP50-95",
+        "difference",
+        "recall",
+        "confidence",
+        "speed-up, batch 1",
+        f"batch {_BATCH}",
+        "seconds to make",
     )
+    print(f"| engine | {' | '.join(shown)} |")
     print("|---|---|---|---|---|---|---|---|")
     print(_row("torch, float32", base, base, ["", ""], 0))
     for tool in tools:
         if tool in rows:
             judged, seconds = rows[tool]
-            print(_row(TOOLS[tool].title, judged, base, [f"{part[tool]:.2f}" for part in times], seconds))
+            print(_row(_title(tool), judged, base, [f"{part[tool]:.2f}" for part in times], seconds))
         else:
-            print(f"| {TOOLS[tool].title} | failed | | | | | | |")
+            print(f"| {_title(tool)} | failed | | | | | | |")
     sys.stdout.flush()
 
 

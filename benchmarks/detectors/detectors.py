@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class Detector:
         rate: the highest learning rate.
         steps: the number of training steps.
         is_transformer: whether NNCF should take it for one.
+        save: writes a checkpoint of the trained module that ``quantizer convert`` reads; None: it has no such form.
     """
 
     title: str
@@ -54,6 +56,7 @@ class Detector:
     rate: float = 2e-3
     steps: int = 2000
     is_transformer: bool = False
+    save: Callable[[nn.Module, Path], None] | None = None
 
 
 def _ssd_read(outputs: Any) -> list[Detections]:
@@ -101,6 +104,15 @@ def _rt_detr_loss(model: nn.Module, images: Tensor, boxes: list[Tensor], labels:
         targets.append({"boxes": middles / SIDE, "class_labels": kinds})
     loss: Tensor = model(pixel_values=images, labels=targets).loss
     return loss
+
+
+def _rt_detr_save(model: nn.Module, folder: Path) -> None:
+    """Write the model as published checkpoints are: with frozen batch norms, and its image processor."""
+    from transformers import RTDetrImageProcessorPil
+
+    model.config.freeze_backbone_batch_norms = True
+    model.save_pretrained(folder)
+    RTDetrImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(folder)
 
 
 def _transformers_read(outputs: Any) -> list[Detections]:
@@ -198,7 +210,7 @@ def _without_doubles(boxes: Any, scores: Any) -> Detections:
 
 DETECTORS: dict[str, Detector] = {
     "ssd": Detector(
-        title="SSD, plain torch", build=lambda: SSD(len(CLASSES), SIDE), loss=ssd_loss, read=_ssd_read, steps=2500
+        title="SSD, plain torch", build=lambda: SSD(len(CLASSES), SIDE), loss=ssd_loss, read=_ssd_read, steps=4000
     ),
     "rt-detr": Detector(
         title="RT-DETRv2, transformers",
@@ -209,6 +221,7 @@ DETECTORS: dict[str, Detector] = {
         rate=1e-3,
         ready=lambda model: _Detections(model).eval(),
         is_transformer=True,
+        save=_rt_detr_save,
         steps=1200,
     ),
     "yolo11n": Detector(

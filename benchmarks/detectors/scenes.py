@@ -1,7 +1,7 @@
 """Synthetic scenes for detectors: shapes of five classes on a noisy background, with COCO annotations.
 
-Each scene follows from its number alone. Shapes differ in size, color, angle and contrast, and may hide each other by
-half. The box of an object is that of its visible pixels, as in COCO.
+Each scene follows from its number alone. Shapes differ in size, color, angle and contrast, and may hide each
+other in part. The box of an object is that of its visible pixels, as in COCO.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CLASSES = ("disc", "square", "triangle", "star", "cross")
 SIDE = 96
 """The width and height of a scene in pixels."""
 
-_OBJECTS = 5
+_OBJECTS = 4
 """The most objects of a scene."""
-_RADII = (7.0, 26.0)
+_RADII = (9.0, 28.0)
 """The smallest and the largest radius of a shape in pixels."""
-_VISIBLE = 0.5
+_VISIBLE = 0.6
 """The share of each shape that others must not hide."""
 _MARGIN = 2
 _SHARP = 4
@@ -67,7 +67,7 @@ def scene(number: int) -> Scene:
     if random.random() < 0.5:
         blurred = Image.fromarray(image.clip(0, 255).astype(np.uint8)).filter(ImageFilter.GaussianBlur(0.7))
         image = np.asarray(blurred, dtype=np.float64)
-    image = image + random.normal(0, random.uniform(2, 14), image.shape)
+    image = image + random.normal(0, random.uniform(2, 10), image.shape)
     boxes = np.array([_box(mask) for mask in reversed(visible)])
     return Scene(image.clip(0, 255).astype(np.uint8), boxes, labels)
 
@@ -183,7 +183,7 @@ def _color(random: np.random.Generator, image: Array, mask: Array) -> Array:
     covered = image[mask > 0.5].mean(axis=0)
     while True:
         color = random.uniform(0, 255, 3)
-        if np.abs(color - covered).max() > 45:
+        if np.abs(color - covered).max() > 70:
             return color
 
 
