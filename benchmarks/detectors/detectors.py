@@ -222,7 +222,7 @@ DETECTORS: dict[str, Detector] = {
         ready=lambda model: _Detections(model).eval(),
         is_transformer=True,
         save=_rt_detr_save,
-        steps=1200,
+        steps=4000,
     ),
     "yolo11n": Detector(
         title="YOLO11n, ultralytics",
@@ -230,7 +230,7 @@ DETECTORS: dict[str, Detector] = {
         loss=_yolo_loss,
         read=_yolo_read,
         ready=_yolo_ready,
-        steps=1200,
+        steps=2500,
     ),
 }
 """All detectors, by the name that the command takes."""
