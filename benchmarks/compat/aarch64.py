@@ -85,18 +85,9 @@ def _ask(lines: Iterable[str], machine: str) -> None:
     while lines:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--dry-run",
-                "--ignore-installed",
-                "--no-deps",
-            ]
-            command += ["--only-binary=:all:", "--python-version", _PYTHON, "--target", folder, "--report", str(report)]
-            command += ["--use-feature=fast-deps", "-c", str(_ROOT / "constraints.txt")]
+            command = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+            command += ["--no-deps", "--only-binary=:all:", "--use-feature=fast-deps", "--python-version", _PYTHON]
+            command += ["--target", folder, "--report", str(report), "-c", str(_ROOT / "constraints.txt")]
             command += [f"--platform={platform}_{machine}" for platform in platforms]
             done = subprocess.run([*command, *lines], capture_output=True, text=True, check=False)
             if done.returncode == 0:
