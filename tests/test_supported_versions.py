@@ -175,7 +175,7 @@ def test_packages_without_a_wheel_for_aarch64_are_named_with_those_that_need_the
         why = "Cannot install" if "engine" in names else "No matching distribution found for"
         for name, line in zip(names, lines, strict=True):
             if name not in there:
-                return subprocess.CompletedProcess(command, 1, "", f"ERROR: {why} {line} (or so)\n")
+                return subprocess.CompletedProcess(command, 1, "", f"ERROR: {why} {line}\n\n")
         found = [{"metadata": {"name": name, "requires_dist": there[name]}} for name in names]
         Path(command[command.index("--report") + 1]).write_text(json.dumps({"install": found}), encoding="utf-8")
         return subprocess.CompletedProcess(command, 0, "", "")

@@ -96,7 +96,7 @@ def _ask(lines: Iterable[str], machine: str) -> None:
                 for line in lines:
                     _wheels[line, machine] = requires[canonicalize_name(Requirement(line).name)]
                 return
-        missing = re.search("(?:No matching distribution found for|Cannot install) ([^ ,]+)", done.stderr)
+        missing = re.search(r"(?:No matching distribution found for|Cannot install) ([^\s,]+)", done.stderr)
         if missing is None:
             raise SystemExit(f"pip could not look for {' '.join(lines)}:\n{done.stderr}")
         name = canonicalize_name(Requirement(missing[1]).name)
