@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -150,6 +151,43 @@ def test_a_page_of_pairs_says_what_is_ok_and_why_the_rest_is_not(monkeypatch: py
     assert "| torch 2.10.0 and transformers 5.10.0 | a mask |" in lines
     assert [line for line in lines if line in ("- a", "- b", "- c")] == ["- c"]
     assert lines[-1] == "Run: 2026-01-01."
+
+
+def test_packages_without_a_wheel_for_aarch64_are_named_with_those_that_need_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "compat")
+    aarch64 = importlib.import_module("aarch64")
+    wheels = {
+        "torch": ["sympy>=1", 'triton==3; platform_system == "Linux"', 'x86; platform_machine == "x86_64"'],
+        "sympy": [],
+        "engine": ["of-the-engine[fast]"],
+        "of-the-engine": ['speed; extra == "fast"', 'slowness; extra == "slow"'],
+    }
+
+    def pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        there = {**wheels, "speed": []} if "--platform=linux_x86_64" in command else wheels
+        lines = command[
+            command.index("--platform=linux_x86_64" if "speed" in there else "--platform=linux_aarch64") + 1 :
+        ]
+        names = [Requirement(line).name for line in lines]
+        # With a version in constraints.txt, pip says it the other way.
+        why = "Cannot install" if "engine" in names else "No matching distribution found for"
+        for name, line in zip(names, lines, strict=True):
+            if name not in there:
+                return subprocess.CompletedProcess(command, 1, "", f"ERROR: {why} {line}\n\n")
+        found = [{"metadata": {"name": name, "requires_dist": there[name]}} for name in names]
+        Path(command[command.index("--report") + 1]).write_text(json.dumps({"install": found}), encoding="utf-8")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    groups = {"dependencies": ["torch>=2"], "optional-dependencies": {"onnx": ["engine", "Seq.eval>=1"], "test": ["a"]}}
+    monkeypatch.setattr(aarch64, "_PROJECT", groups)
+    monkeypatch.setattr(aarch64.subprocess, "run", pip)
+    aarch64.main([])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| `none` | 2 |  |",
+        "| `onnx` | 4 | seq-eval (nor for x86_64), speed |",
+    ]
 
 
 def test_pages_and_metadata_say_the_same() -> None:

@@ -50,8 +50,8 @@ of `constraints.txt`, these folders of `tests` passed on 2026-11-30, as with Pyt
 | Python | folders |
 |---|---|
 | 3.12.1 | `rewrite`, `plan`, `config` |
-| 3.13.0 | `rewrite`, `proxy`, `plan`, `config`, `cli`, `numerics` |
-| 3.14.8 | `rewrite`, `plan`, `config` |
+| 3.13.0 | `rewrite`, `proxy`, `plan`, `config`, `cli`, `numerics`, `common`, `files` |
+| 3.14.8 | `rewrite`, `plan`, `config`, `cli` |
 
 The other tests were not run with them. Python 3.14 is not among the classifiers of the package yet. In Python 3.13.0,
 `torch.compile` warns that it may run slower.
