@@ -38,6 +38,7 @@ from quantizer.settings import settings_of
 from quantizer.utils.batches import batches_of, doubts_of_calibration, run_batches, warn_user
 from quantizer.utils.distributed import all_reduce_sum, get_world_size
 from quantizer.utils.files import Store
+from quantizer.utils.lazy import import_library
 from quantizer.utils.sizes import DataSizes
 from quantizer.utils.torch_modes import ordinary_tensors
 
@@ -554,7 +555,7 @@ class Quantizer:
         """
         return source_diff(module_of(model))
 
-    def lower(self, model: Model) -> nn.Module:
+    def lower(self, model: Model, *, triton: bool = False) -> nn.Module:
         """Return a model for inference that runs ``quantize(model)`` with torch's integer kernels.
 
         Example::
@@ -571,14 +572,23 @@ class Quantizer:
         with the reason. Attention without quantized matrix multiplications stays as the model computes it.
 
         To save the result, save this quantizer, and lower the model again after ``Quantizer.load``.
+
+        Args:
+            model: the float model.
+            triton: on a GPU, compute linears with static ranges in one Triton kernel each, with scales and bias.
+
+        Raises:
+            MissingDependencyError: ``triton`` is not installed.
         """
         with ordinary_tensors():
+            if triton:
+                import_library("triton", "triton")
             # Not at the top: nothing else of a quantizer needs the engines.
             from quantizer.engines.for_this_cpu import EXACT_QMAX
             from quantizer.utils.cpu import saturates
 
             widest = EXACT_QMAX if saturates() else None
-            lowered = lower(self._session.frozen(module_of(model), fused=True), Lowering(widest=widest))
+            lowered = lower(self._session.frozen(module_of(model), fused=True), Lowering(widest=widest, triton=triton))
             kernels = self.kernels(lowered)
             if len(kernels) and not any(row.kernel for row in kernels):
                 logger.warning(

@@ -55,7 +55,7 @@ class Kernel(Protocol):
         """Return the result in the type ``out``, for x and b in float32; None if the kernel does not support it."""
 
 
-class _Product:
+class ActivationProduct:
     """Base of kernels with an activation, whose calls may have their own ranges."""
 
     _activation: Activation
@@ -67,7 +67,7 @@ class _Product:
         return kernels
 
 
-class IntegerLinear(_Product):
+class IntegerLinear(ActivationProduct):
     """oneDNN's linear, for CPUs."""
 
     name = "onednn::qlinear_pointwise"
@@ -108,7 +108,7 @@ class IntegerLinear(_Product):
         return result * rows if bias is None else result * rows + bias
 
 
-class IntegerConvolution(_Product):
+class IntegerConvolution(ActivationProduct):
     """oneDNN's convolution over one or two axes, for CPUs.
 
     The weight is packed at the first call with given strides and padding.
@@ -169,7 +169,7 @@ def _padded_to(weight: Tensor, step: int) -> tuple[Tensor, int]:
     return padded.contiguous().view(weight.dtype), extra
 
 
-class IntegerMatmul(_Product):
+class IntegerMatmul(ActivationProduct):
     """``torch._int_mm`` with corrections, for GPUs. cuBLAS needs more than 16 rows, and multiples of 8 for K and N."""
 
     name = "aten::_int_mm"
@@ -196,7 +196,7 @@ class IntegerMatmul(_Product):
         return (result if bias is None else result + bias).to(out)
 
 
-class ScaledMatmul(_Product):
+class ScaledMatmul(ActivationProduct):
     """``torch._scaled_mm`` in FP8, for GPUs from compute capability 8.9, with multiples of 16 for K and N."""
 
     name = "aten::_scaled_mm"
@@ -380,6 +380,17 @@ class Activation:
         if self._factored:
             x = self._quantizer.multiplied(x)
         return (x / self._step).clamp(self._kind.qmin, self._kind.qmax), self._step
+
+    def stored_codes(self, x: Tensor) -> tuple[Tensor, int]:
+        """Return INT8 or FP8 codes of float32 values with a fixed range, and their zero point."""
+        if self._kind.is_float:
+            return self.floating(x)[0].to(self._kind.storage), 0
+        return self.fusible(x, signed=True)[0], self._point + self._to_signed
+
+    @property
+    def step(self) -> float:
+        """The scale of a fixed range."""
+        return self._scale
 
     @property
     def storage(self) -> torch.dtype:

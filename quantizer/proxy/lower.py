@@ -28,6 +28,7 @@ from quantizer.proxy.integer_kernels import (
 )
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import OUTPUT, Site
+from quantizer.proxy.triton_linear import TritonLinear
 from quantizer.utils.cpu import has_vnni
 from quantizer.utils.display import Rows
 
@@ -115,10 +116,12 @@ class Lowering:
     Attributes:
         widest: the largest integer of a weight that this CPU multiplies without saturating; None: any.
         kernels: ``cpu`` or ``cuda``; None: the device of the weight.
+        triton: on a GPU, Triton's kernels for linear layers with ranges from calibration.
     """
 
     widest: int | None = None
     kernels: str | None = None
+    triton: bool = False
 
 
 def choose(site: Site, lowering: Lowering) -> Kernel | str:
@@ -187,6 +190,8 @@ def _product(
     if device == _GPU:
         if spatial:
             return "torch has no integer convolution on a GPU"
+        if lowering.triton and not activation.dynamic:
+            return TritonLinear(codes, scales, Activation(activation, codes.device))
         return (ScaledMatmul if weights.is_float else IntegerMatmul)(
             codes, scales, Activation(activation, codes.device)
         )

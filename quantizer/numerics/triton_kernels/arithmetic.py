@@ -25,7 +25,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def activated(value, ACTIVATION: tl.constexpr):  # noqa: N803
+def activated(value, ACTIVATION: tl.constexpr):
     """Return the activation of float32 values."""
     if ACTIVATION == "relu":
         value = tl.maximum(value, 0.0)
@@ -51,7 +51,7 @@ def _on_fp8_grid(value):
 
 
 @triton.jit
-def quantized(value, scale, KIND: tl.constexpr):  # noqa: N803
+def quantized(value, scale, KIND: tl.constexpr):
     """Return the codes of float32 values: ``int8`` or ``fp8``."""
     ratio = tl.where(scale == 0.0, 0.0, tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)))
     if KIND == "int8":

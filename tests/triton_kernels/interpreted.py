@@ -8,9 +8,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels need enginequant[triton]")
 
-from quantizer.engines.gpu_kernels import norms, products
+from quantizer.numerics.triton_kernels import norms, products
 
 __all__ = ["norms", "products", "steps"]
+
 
 def steps(first: Tensor, second: Tensor) -> int:
     """Return how many representable numbers lie between two tensors of one type, at most; NaN equals NaN."""

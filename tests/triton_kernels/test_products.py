@@ -1,8 +1,8 @@
-"""Products and what follows them in one kernel, against operations of torch, over sizes that are no multiples of a tile.
+"""Products and what follows them in one kernel, against operations of torch; sizes are no multiples of a tile.
 
-Results in INT8 are equal bit for bit. Those in FP8 and float16 are at most one step of their type apart, because ``exp``
-and ``erf`` are not those of torch, and those in bfloat16 because the interpreter truncates. Of FP8 operands, torch sums
-the products in another order: float16 and bfloat16 are within 1%.
+Results in INT8 are equal bit for bit. Those in FP8 and float16 are at most one step of their type apart, because
+``exp`` and ``erf`` are not those of torch, and those in bfloat16 because the interpreter truncates. Of FP8 operands,
+torch sums the products in another order: float16 and bfloat16 are within 1%.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import itertools
 
 import pytest
 import torch
-from gpu_kernels.interpreted import products, steps
 from torch import Tensor
+from triton_kernels.interpreted import products, steps
 
-from quantizer.engines.gpu_kernels import reference
-from quantizer.engines.gpu_kernels.tiles import Tile
+from quantizer.numerics.triton_kernels import reference
+from quantizer.numerics.triton_kernels.tiles import Tile
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 

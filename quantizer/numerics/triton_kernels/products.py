@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantizer.engines.gpu_kernels.arithmetic import activated, quantized
-from quantizer.engines.gpu_kernels.tiles import Tile
+from quantizer.numerics.triton_kernels.arithmetic import activated, quantized
+from quantizer.numerics.triton_kernels.tiles import Tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +54,20 @@ def product_kernel(
     r_ptr,
     next_ptr,
     s,
-    M,  # noqa: N803
-    N,  # noqa: N803
-    K,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-    INTEGERS: tl.constexpr,  # noqa: N803
-    EVEN_K: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    KIND: tl.constexpr,
+    PARTS: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Compute one tile [ROWS, COLUMNS] of y; ``next_ptr`` has the scale of each part if y is quantized."""
     # Neighbouring programs take tiles of GROUP rows of tiles, whose operands then stay in the cache.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_kernels.interpreted import norms, steps
+from triton_kernels.interpreted import norms, steps
 
-from quantizer.engines.gpu_kernels import reference
+from quantizer.numerics.triton_kernels import reference
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 EPS = 1e-5

@@ -12,9 +12,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda value: value,
     "relu": functional.relu,
     "gelu": lambda value: 0.5 * value * (1.0 + torch.erf(value * 0.7071067811865476)),
-    "gelu_tanh": lambda value: (
-        value * torch.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
-    ),
+    "gelu_tanh": lambda value: value * torch.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value)),
     "silu": lambda value: value * torch.sigmoid(value),
 }
 """The activations by name, of float32 values."""

@@ -2,7 +2,8 @@
 
 Legend: x [M, W] the rows; r [M, W] the residual; g, b [W] the weight and the bias of the norm.
 
-    h = x + r        y = (h - mean(h)) / sqrt(var(h) + eps) g + b        or, for RMSNorm,  y = h / sqrt(mean(h^2) + eps) g
+    h = x + r        y = (h - mean(h)) / sqrt(var(h) + eps) g + b
+    RMSNorm:         y = h / sqrt(mean(h^2) + eps) g
 
 One program computes one row, in float32. It writes h, which the next residual add reads, y in half precision, and y as
 codes of the next product; each only if it is asked for. The embedding kernel sums rows of tables as h.
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantizer.engines.gpu_kernels.arithmetic import quantized
+from quantizer.numerics.triton_kernels.arithmetic import quantized
 
 
 class Normed(NamedTuple):
@@ -40,13 +41,13 @@ def _normed(
     q_ptr,
     following,
     eps,
-    W,  # noqa: N803
-    RMS: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    WRITES_TOTAL: tl.constexpr,  # noqa: N803
-    WRITES_VALUE: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    W,
+    RMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WRITES_TOTAL: tl.constexpr,
+    WRITES_VALUE: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Norm one row h, zeros beyond its end, and write what is asked for."""
     column = tl.arange(0, BLOCK)
@@ -75,14 +76,14 @@ def norm_kernel(
     q_ptr,
     following,
     eps,
-    W,  # noqa: N803
-    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
-    RMS: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    WRITES_TOTAL: tl.constexpr,  # noqa: N803
-    WRITES_VALUE: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    W,
+    HAS_RESIDUAL: tl.constexpr,
+    RMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WRITES_TOTAL: tl.constexpr,
+    WRITES_VALUE: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Add the residual to one row and norm it."""
     column = tl.arange(0, BLOCK)
@@ -127,14 +128,14 @@ def embedding_kernel(
     q_ptr,
     following,
     eps,
-    W,  # noqa: N803
-    HAS_TYPES: tl.constexpr,  # noqa: N803
-    RMS: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    WRITES_TOTAL: tl.constexpr,  # noqa: N803
-    WRITES_VALUE: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    W,
+    HAS_TYPES: tl.constexpr,
+    RMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WRITES_TOTAL: tl.constexpr,
+    WRITES_VALUE: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Sum the rows of the tables for one token and norm the sum."""
     row = tl.program_id(0).to(tl.int64)
