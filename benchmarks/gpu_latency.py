@@ -81,13 +81,13 @@ def in_torch(model: torch.nn.Module, _: Path, *, dtype: torch.dtype, compiles: b
     return partial(_called, _compiled(module) if compiles else module)
 
 
-def lowered(model: torch.nn.Module, _: Path, *, dtype: str) -> Run:
+def lowered(model: torch.nn.Module, _: Path, *, dtype: str, triton: bool) -> Run:
     """The integers or FP8 codes of a quantized model in torch's kernels, compiled; all else in bfloat16."""
     # Plans in FP8 are TensorRT's, as no engine of a CPU has it. Torch has no kernel for their attention.
     backend = "torch" if dtype == "int8" else "tensorrt"
     quantizer = Quantizer(backend=backend, dtype=dtype, preset="plain", sites={"matmul": False})
     quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
-    return partial(_called, _compiled(quantizer.lower(model).to("cuda", torch.bfloat16)))
+    return partial(_called, _compiled(quantizer.lower(model, triton=triton).to("cuda", torch.bfloat16)))
 
 
 def _compiled(module: torch.nn.Module) -> torch.nn.Module:
@@ -120,7 +120,9 @@ def contestants() -> Iterator[Contestant]:
         yield Contestant(name, "float16", partial(in_torch, dtype=dtype, compiles=compiles))
     formats = ["int8"] + (["fp8"] if torch.cuda.get_device_capability() >= (8, 9) else [])
     for dtype in formats:
-        yield Contestant(f"ours, {dtype}, torch.compile", dtype, partial(lowered, dtype=dtype))
+        for triton in (False, True):
+            name = f"ours, {dtype}, {'Triton, ' if triton else ''}torch.compile"
+            yield Contestant(name, dtype, partial(lowered, dtype=dtype, triton=triton))
     for backend, module in _TENSORRT.items():
         if find_spec(module) is not None:
             for dtype in formats:

@@ -465,13 +465,14 @@ def test_blocks_with_other_ranges_share_one_compilation(config: dict[str, Any]) 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
-def test_on_a_gpu_eager_and_compiled() -> None:
+@pytest.mark.parametrize("triton", [False, True])
+def test_on_a_gpu_eager_and_compiled(triton: bool) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU is here")
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).eval()
     q = calibrated(model, rows(0, 64, 40))
-    frozen, lowered = q.quantize(model), q.lower(model).cuda()
-    assert {row.kernel for row in q.kernels(lowered)} == {"aten::_int_mm"}
+    frozen, lowered = q.quantize(model), q.lower(model, triton=triton).cuda()
+    assert {row.kernel for row in q.kernels(lowered)} == {"quantizer::triton_linear" if triton else "aten::_int_mm"}
     x = rows(1, 64, 40)
     with torch.no_grad():
         assert sqnr_db(lowered(x.cuda()).cpu(), frozen(x)) > 40
