@@ -53,35 +53,46 @@ def _check(job: Job, layouts: Mapping[str, Layout]) -> None:
             )
 
 
-def write_layouts(job: Job, onnx: Path, *, quantized: bool) -> None:
-    """Write the layouts of a run into its folder, from the ONNX file of the engine."""
+def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> None:
+    """Write the layouts of a run into its folder, from the ONNX file of each graph."""
     model: Any = job.model
     task = job.context.task
-    first: Path | None = None
+    written: dict[str, Path] = {}
     for name, layout in _layouts(job, job.config.quantizer.backend).items():
         if job.only_sizes:
             # These files are compiled for all sizes.
             job.timer.say(f"warning: deliver: {name!r} is not written, because the engine accepts only some sizes")
             continue
         folder = job.target / name
-        graph = folder / (layout.file if quantized else layout.file.replace("_quantized", ""))
-        graph.parent.mkdir(parents=True, exist_ok=True)
-        if graph.suffix == ".onnx":
-            link_onnx(onnx, graph)
-        elif first is None:
-            writer = backend(job.config.quantizer.backend)
-            assert isinstance(writer, GraphWriter)
-            writer.write_graph(onnx, graph)
-            first = graph
-        else:
-            for suffix in (".xml", ".bin"):
-                link_file(first.with_suffix(suffix), graph.with_suffix(suffix))
+        pattern = layout.file if quantized else layout.file.replace("_quantized", "")
+        for graph, onnx in graphs.items():
+            _write_graph(job, onnx, folder / pattern.format(graph=graph), written.get(graph))
+            written.setdefault(graph, folder / pattern.format(graph=graph))
         if layout.classes:
             save_processor(job.context.processor, model.config, folder)
             _adapt_tokenizer(folder / "tokenizer_config.json")
+            if (generation := getattr(model, "generation_config", None)) is not None:
+                generation.save_pretrained(folder)
         if layout.classes.get(task.name) == _SENTENCES:
             pooling = getattr(model, "sentence_pooling", MEAN)
             _write_modules(folder, pooling, model.config.hidden_size, job.config.model)
+
+
+def _write_graph(job: Job, onnx: Path, path: Path, written: Path | None) -> None:
+    """Write the graph of an ONNX file to ``path``, or link it to the file of an earlier layout."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path == onnx:
+        # The ONNX files of several graphs lie in the folder of this layout already.
+        return
+    if path.suffix == ".onnx":
+        link_onnx(onnx, path)
+    elif written is None:
+        writer = backend(job.config.quantizer.backend)
+        assert isinstance(writer, GraphWriter)
+        writer.write_graph(onnx, path)
+    else:
+        for suffix in (".xml", ".bin"):
+            link_file(written.with_suffix(suffix), path.with_suffix(suffix))
 
 
 def _layouts(job: Job, backend_name: str) -> dict[str, Layout]:
