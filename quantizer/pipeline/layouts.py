@@ -10,6 +10,7 @@ from quantizer.config import ModelConfig
 from quantizer.config.layouts import layout_of
 from quantizer.engines import GraphWriter, backend
 from quantizer.errors import TaskError
+from quantizer.export.qdq.structure import read_signature
 from quantizer.pipeline.job import Job
 from quantizer.pipeline.load import write_json
 from quantizer.pipeline.triton import link_file, link_onnx
@@ -18,6 +19,7 @@ from quantizer.tasks import save_processor
 from quantizer.tasks.checkpoints import read_prompts
 from quantizer.tasks.outputs import MEAN, SentencePooling
 from quantizer.tasks.zero_shot import TextTower
+from quantizer.utils.dimension_names import CACHE
 from quantizer.utils.paths import is_file
 from quantizer.utils.plain_values import json_values
 
@@ -66,7 +68,7 @@ def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> N
         folder = job.target / name
         pattern = layout.file if quantized else layout.file.replace("_quantized", "")
         for graph, onnx in graphs.items():
-            _write_graph(job, onnx, folder / pattern.format(graph=graph), written.get(graph))
+            _write_graph(job, onnx, folder / pattern.format(graph=graph), written.get(graph), layout.dimensions)
             written.setdefault(graph, folder / pattern.format(graph=graph))
         if layout.classes:
             save_processor(job.context.processor, model.config, folder)
@@ -78,7 +80,7 @@ def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> N
             _write_modules(folder, pooling, model.config.hidden_size, job.config.model)
 
 
-def _write_graph(job: Job, onnx: Path, path: Path, written: Path | None) -> None:
+def _write_graph(job: Job, onnx: Path, path: Path, written: Path | None, dimensions: Mapping[str, str]) -> None:
     """Write the graph of an ONNX file to ``path``, or link it to the file of an earlier layout."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path == onnx:
@@ -86,6 +88,8 @@ def _write_graph(job: Job, onnx: Path, path: Path, written: Path | None) -> None
         return
     if path.suffix == ".onnx":
         link_onnx(onnx, path)
+        if dimensions and any(value.name.startswith(CACHE) for value in read_signature(onnx).inputs):
+            _rename_dimensions(path, dimensions)
     elif written is None:
         writer = backend(job.config.quantizer.backend)
         assert isinstance(writer, GraphWriter)
@@ -93,6 +97,19 @@ def _write_graph(job: Job, onnx: Path, path: Path, written: Path | None) -> None
     else:
         for suffix in (".xml", ".bin"):
             link_file(written.with_suffix(suffix), path.with_suffix(suffix))
+
+
+def _rename_dimensions(path: Path, names: Mapping[str, str]) -> None:
+    """Give the dimensions of inputs and outputs other names, in a copy of the ONNX file that is linked to a path."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    for value in (*model.graph.input, *model.graph.output):
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param in names:
+                size.dim_param = names[size.dim_param]
+    path.unlink()
+    path.write_bytes(model.SerializeToString())
 
 
 def _layouts(job: Job, backend_name: str) -> dict[str, Layout]:

@@ -475,7 +475,7 @@ def measure(client: Client, task: str, backend: str, place: Path) -> Row:
         its=median(its),
     )
     ROWS.mkdir(exist_ok=True)
-    (ROWS / f"{len(list(ROWS.iterdir()))}.json").write_text(json.dumps(asdict(row)), encoding="utf-8")
+    (ROWS / f"{task} {backend} {client.name}.json").write_text(json.dumps(asdict(row)), encoding="utf-8")
     return row
 
 

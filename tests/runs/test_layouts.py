@@ -16,6 +16,7 @@ import torch
 for _package in ("transformers", "onnx", "openvino"):
     pytest.importorskip(_package, reason="layouts need enginequant[hf,onnx,openvino]")
 
+import onnx
 import transformers
 from helpers import openvino_core, read_json
 from test_serving import write_onnx
@@ -29,6 +30,7 @@ from quantizer.config.schema import check_run
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.engines.openvino.engine import OpenVINOBackend
 from quantizer.errors import ConfigError, EngineError, QuantizerError, TaskError
+from quantizer.export.qdq.structure import read_signature
 from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.fastest_engine import variants_of
 from quantizer.pipeline.layouts import check_layouts, write_layouts
@@ -91,7 +93,7 @@ HUB = {"config.json", "tokenizer.json", "tokenizer_config.json"}
 def test_the_files_of_a_layout(checkpoint: Path, tmp_path: Path, backend: str, layout: str, graphs: set[str]) -> None:
     job = job_of(checkpoint, tmp_path, "sequence-classification", backend, "processor", layout)
     check_layouts(job)
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     assert written(tmp_path) == {f"{layout}/{name}" for name in graphs}
     if graphs >= HUB:
         assert read_json(tmp_path / layout / "config.json")["model_type"] == "bert"
@@ -99,7 +101,7 @@ def test_the_files_of_a_layout(checkpoint: Path, tmp_path: Path, backend: str, l
 
 def test_a_float_model_is_not_called_quantized(checkpoint: Path, tmp_path: Path) -> None:
     job = job_of(checkpoint, tmp_path, "sequence-classification", "onnxruntime", "transformers-js")
-    write_layouts(job, tmp_path / "model.onnx", quantized=False)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=False)
     assert written(tmp_path) == {f"transformers-js/{name}" for name in {"onnx/model.onnx", *HUB}}
 
 
@@ -116,7 +118,7 @@ def test_the_modules_of_sentence_transformers(
     job = job_of(checkpoint, tmp_path, "sentence-similarity", "openvino", "sentence-transformers")
     if pooling is not None:
         job.model.sentence_pooling = pooling
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     folder = tmp_path / "sentence-transformers"
     entries = read_json(folder / "modules.json")
     assert [entry["type"].rpartition(".")[2] for entry in entries] == modules
@@ -135,7 +137,7 @@ def test_a_tokenizer_that_transformers_4_reads(checkpoint: Path, tmp_path: Path)
     job.context.processor = transformers.PreTrainedTokenizerFast(
         tokenizer_file=file, pad_token="[PAD]", unk_token="[UNK]", additional_special_tokens=["the"]
     )
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     settings = read_json(tmp_path / "optimum" / "tokenizer_config.json")
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["additional_special_tokens"] == ["the"]
@@ -144,9 +146,56 @@ def test_a_tokenizer_that_transformers_4_reads(checkpoint: Path, tmp_path: Path)
     assert again("the film").input_ids == job.context.processor("the film").input_ids
 
 
+def test_an_empty_cache_of_the_browser(checkpoint: Path, tmp_path: Path) -> None:
+    """transformers.js knows the batch dimension of a cache by its name; other layouts and graphs keep theirs."""
+    job = job_of(checkpoint, tmp_path, "text-generation-with-past", "onnxruntime", "onnx", "transformers-js")
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
+    plain, other = tmp_path / "onnx" / "model.onnx", "onnx/model_quantized.onnx"
+    assert plain.samefile(tmp_path / "transformers-js" / other)
+    shutil.rmtree(tmp_path / "onnx")
+    shutil.rmtree(tmp_path / "transformers-js")
+    model = onnx.load(tmp_path / "model.onnx")
+    model.graph.input[0].name = model.graph.node[0].input[0] = "past_key_values.0.key"
+    onnx.save(model, tmp_path / "model.onnx")
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
+    sizes = [read_signature(path).inputs[0].shape for path in (plain, tmp_path / "transformers-js" / other)]
+    assert sizes == [("batch", 4), ("batch_size", 4)]
+
+
+PARTS = ("encoder_model", "decoder_model", "decoder_with_past_model")
+
+
+@pytest.mark.parametrize(
+    ("backend", "plain", "expected"),
+    [
+        ("openvino", "openvino", {f"openvino/{part}.{suffix}" for part in PARTS for suffix in ("xml", "bin")}),
+        ("onnxruntime", "onnx", {f"onnx/{part}.onnx" for part in PARTS}),
+    ],
+)
+def test_the_files_of_an_encoder_decoder(
+    checkpoint: Path, tmp_path: Path, backend: str, plain: str, expected: set[str]
+) -> None:
+    """The ONNX files of several graphs lie in the folder of the layout ``onnx`` from the start."""
+    job = job_of(checkpoint, tmp_path, "text-to-text", backend, plain, "optimum")
+    job.model.generation_config = transformers.GenerationConfig(num_beams=3)
+    (tmp_path / "onnx").mkdir()
+    graphs = {part: write_onnx(tmp_path / "onnx" / f"{part}.onnx") for part in PARTS}
+    check_layouts(job)
+    write_layouts(job, graphs, quantized=True)
+    start = "openvino_" if backend == "openvino" else ""
+    optimum = {f"optimum/{start}{Path(path).name}" for path in expected} | {f"optimum/{name}" for name in HUB}
+    sources = {f"onnx/{part}.onnx" for part in PARTS}
+    assert written(tmp_path) == expected | optimum | sources | {"optimum/generation_config.json"}
+    assert read_json(tmp_path / "optimum" / "generation_config.json")["num_beams"] == 3
+    with pytest.raises(QuantizerError, match="is a layout for another client, without an engine"):
+        quantizer.load_converted(tmp_path / "optimum")
+    for path in sorted(expected):
+        assert (tmp_path / path).samefile(tmp_path / "optimum" / f"{start}{Path(path).name}")
+
+
 def test_layouts_share_their_weights(checkpoint: Path, tmp_path: Path) -> None:
     job = job_of(checkpoint, tmp_path, "sentence-similarity", "openvino", "openvino", "optimum")
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     for suffix in ("xml", "bin"):
         assert (tmp_path / f"openvino/model.{suffix}").samefile(tmp_path / f"optimum/openvino_model.{suffix}")
 
@@ -158,7 +207,7 @@ def test_prompts_go_along(checkpoint: Path, tmp_path: Path) -> None:
     prompts = {"prompts": {"query": "q: ", "passage": "p: ", "": ""}, "default_prompt_name": "query"}
     (source / "config_sentence_transformers.json").write_text(json.dumps({**prompts, "similarity_fn_name": "dot"}))
     job.model.sentence_pooling = SentencePooling(("cls",), normalize=True, include_prompt=False)
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     folder = tmp_path / "sentence-transformers"
     assert read_json(folder / "config_sentence_transformers.json") == {**prompts, "similarity_fn_name": "cosine"}
     assert read_json(folder / "1_Pooling" / "config.json")["include_prompt"] is False
@@ -216,7 +265,10 @@ def run_of(task: str, backend: str | list[str], *layouts: str, **quantizer: Any)
             run_of("depth-estimation", "openvino", "optimum"),
             "deliver: 'optimum' has no class for task 'depth-estimation' with backend openvino; remove it, or use one",
         ),
-        (run_of("text-to-text", "openvino", "openvino"), "a model of task 'text-to-text' has several; remove it"),
+        (
+            run_of("text-to-text", "onnxruntime", "transformers-js"),
+            "deliver: 'transformers-js' has no class for task 'text-to-text' with backend onnxruntime; remove it, or",
+        ),
         (
             run_of("fill-mask", "onnxruntime", "transformers-js", activations={"ranges": "dynamic"}),
             "deliver: 'transformers-js' needs ranges from calibration, but activations are 'dynamic'; remove one",
@@ -231,6 +283,8 @@ def test_a_layout_that_does_not_exist(config: RunConfig, said: str) -> None:
 def test_a_layout_that_exists() -> None:
     check_run(run_of("sequence-classification", ["openvino", "onnxruntime"], "optimum", "sentence-transformers"))
     check_run(run_of("depth-estimation", "openvino", "openvino", "triton"))
+    check_run(run_of("speech-to-text", ["openvino", "onnxruntime"], "optimum"))
+    check_run(run_of("text-generation-with-past", "onnxruntime", "onnx", "optimum", "transformers-js"))
 
 
 def test_an_unknown_layout() -> None:
@@ -345,7 +399,7 @@ def test_an_engine_for_some_sizes_has_no_layouts(checkpoint: Path, tmp_path: Pat
     said: list[str] = []
     timer = SimpleNamespace(say=said.append)
     job = job_of(checkpoint, tmp_path, "fill-mask", "openvino", "openvino", only_sizes=({"batch": 1},), timer=timer)
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     assert said == ["warning: deliver: 'openvino' is not written, because the engine accepts only some sizes"]
     assert written(tmp_path) == set()
 
@@ -354,7 +408,7 @@ def test_an_engine_for_some_sizes_has_no_layouts(checkpoint: Path, tmp_path: Pat
 def test_a_layout_is_not_loaded_as_an_engine(checkpoint: Path, tmp_path: Path, layout: str) -> None:
     (backend,) = backends_of([layout])[-1:]
     job = job_of(checkpoint, tmp_path, "sequence-classification", backend, layout)
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     for load in (quantizer.load, quantizer.load_converted):
         with pytest.raises(QuantizerError, match=rf"{layout} is a layout for another client, without an engine; load"):
             load(tmp_path / layout)

@@ -14,12 +14,14 @@ class Layout:
         file: the file of a graph in the folder; ``{graph}`` is the name of the graph, ``model`` if there is one alone.
         classes: the class or pipeline of the client by task; empty if it takes the graph of any task.
         unmasked: the tasks whose class passes no attention mask.
+        dimensions: other names of the dimensions of a graph with a cache, from which the client makes an empty one.
         static: whether ranges at run time are left out: in a browser, DynamicQuantizeLinear is far slower.
     """
 
     file: str
     classes: Mapping[str, str] = field(default_factory=dict)
     unmasked: frozenset[str] = frozenset()
+    dimensions: Mapping[str, str] = field(default_factory=dict)
     static: bool = False
 
 

@@ -75,7 +75,9 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
             "onnx": Layout("{graph}.onnx"),
             "sentence-transformers": Layout("onnx/{graph}.onnx", SENTENCES),
             "optimum": Layout("{graph}.onnx", optimum_classes("ORT", **_ONNX_ALONE), unmasked=_UNMASKED),
-            "transformers-js": Layout("onnx/{graph}_quantized.onnx", PIPELINES, static=True),
+            "transformers-js": Layout(
+                "onnx/{graph}_quantized.onnx", PIPELINES, dimensions={"batch": "batch_size"}, static=True
+            ),
         },
     )
 )
