@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from quantizer import functional
     from quantizer.config import QuantizerConfig
     from quantizer.errors import QuantizerError
+    from quantizer.integrations.hub import push_to_hub
     from quantizer.integrations.in_place import QATCalibrate
     from quantizer.pipeline.load import load, load_converted
     from quantizer.pipeline.quantize_model import QuantizedModel, quantize_model
@@ -34,6 +35,7 @@ __all__ = [
     "load_converted",
     "load_pipeline",
     "measure_latency_costs",
+    "push_to_hub",
     "quantize_model",
 ]
 
@@ -51,6 +53,7 @@ _MODULE_OF = {
     "load_converted": "quantizer.pipeline.load",
     "load_pipeline": "quantizer.pipeline.task_pipeline",
     "measure_latency_costs": "quantizer.pipeline.time_groups",
+    "push_to_hub": "quantizer.integrations.hub",
     "quantize_model": "quantizer.pipeline.quantize_model",
 }
 

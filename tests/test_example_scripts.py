@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,45 @@ def test_gpt2_scales_agree_with_model_optimizer() -> None:
     ]
     assert {row[5] for row in rows} == {"0"}
     assert max(float(row[6]) for row in rows) < 1e-6
+
+
+# Four conversions.
+@pytest.mark.nightly
+def test_a_collection_has_a_card_and_a_repository_for_each_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without("transformers", "onnx", "onnxruntime", "openvino", "PIL")
+    from huggingface_hub import ModelCard
+    from tiny_vision import tiny_images, tiny_vit
+
+    from quantizer.pipeline import benchmark
+
+    monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.05)
+    tiny_run(tmp_path)
+    with (tmp_path / "calibration.csv").open(newline="") as rows:
+        (tmp_path / "texts.txt").write_text("".join(f"{row['text']}\n" for row in csv.DictReader(rows)))
+    vit, images = tiny_vit(tmp_path / "vit"), tiny_images(tmp_path / "images", 12, seed=1)
+    (tmp_path / "list.txt").write_text(f"# two models\n{tmp_path / 'model'}\n{vit} image-classification\n")
+    data = [f"--texts={tmp_path / 'texts.txt'}", f"--images={images}", f"--output={tmp_path / 'out'}"]
+    printed_here("hub_collection.py", str(tmp_path / "list.txt"), *data, "--owner=me", "--batch-size", "1", "2", "4")
+    entries = json.loads((tmp_path / "out" / "collection.json").read_text())
+    of_text = {"openvino", "onnx", "sentence-transformers", "optimum", "transformers-js", "compressed-tensors"}
+    for model, layouts in (("model", of_text), ("vit", of_text - {"sentence-transformers"})):
+        named = [entry for entry in entries if entry["model"].endswith(model)]
+        assert {entry["layout"] for entry in named} == layouts
+    assert len({entry["repository"] for entry in entries}) == len(entries) == 14
+    for entry in entries:
+        card = ModelCard.load(tmp_path / "out" / entry["folder"] / "README.md", ignore_metadata_errors=False)
+        assert entry["layout"] in card.data.tags
+
+
+def test_a_model_of_the_collection_without_a_task_or_data(tmp_path: Path) -> None:
+    skip_without("transformers", "onnx", "onnxruntime", "openvino")
+    tiny_run(tmp_path)
+    (tmp_path / "list.txt").write_text(f"{tmp_path / 'model'}\n")
+    with pytest.raises(SystemExit, match="task sequence-classification needs --texts"):
+        printed_here("hub_collection.py", str(tmp_path / "list.txt"), "--owner=me", f"--output={tmp_path / 'out'}")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "architectures": ["Unknown"]}))
+    with pytest.raises(SystemExit, match="its task is not in its config; write it behind the name"):
+        printed_here("hub_collection.py", str(tmp_path / "list.txt"), "--owner=me", f"--output={tmp_path / 'out'}")

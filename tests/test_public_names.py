@@ -53,6 +53,7 @@ def test_the_public_names() -> None:
         "load_converted",
         "load_pipeline",
         "measure_latency_costs",
+        "push_to_hub",
         "quantize_model",
     ]
 

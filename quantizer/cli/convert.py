@@ -124,7 +124,8 @@ command succeeds."""
             "--deliver",
             nargs="+",
             metavar="LAYOUT",
-            help="further folders for other clients: openvino, onnx, sentence-transformers, optimum, transformers-js",
+            help="further folders for other clients: openvino, onnx, sentence-transformers, optimum, transformers-js, "
+            "compressed-tensors",
         )
         parser.add_argument(
             "--diagnose",

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from quantizer.plan.targets import AUTO, profile, profiles
-from quantizer.plan.targets.clients import Layout
+from quantizer.plan.targets.clients import OF_ANY_BACKEND, Layout
 
 if TYPE_CHECKING:
     from quantizer.config.quantizer_section import QuantizerConfig
     from quantizer.config.schema import RunConfig
 
-LAYOUTS = tuple(dict.fromkeys(layout for name in profiles if name != AUTO for layout in profile(name).layouts))
+LAYOUTS = tuple(
+    dict.fromkeys([*(layout for name in profiles if name != AUTO for layout in profile(name).layouts), *OF_ANY_BACKEND])
+)
 """The layouts of all backends."""
 
 
 def layout_of(layout: str, backend: str) -> Layout | None:
     """Return what a layout holds for a backend; None if it does not exist for it."""
-    return profile(backend).layouts.get(layout)
+    return OF_ANY_BACKEND.get(layout) or profile(backend).layouts.get(layout)
 
 
 def backends_of(layouts: Sequence[str]) -> list[str]:
     """Return the backends that write all of these layouts, without variants for certain CPUs."""
     variants = {profile(name).exact_variant for name in profiles if name != AUTO}
     names = [name for name in profiles if name != AUTO and name not in variants]
-    return [name for name in names if set(layouts) <= set(profile(name).layouts)]
+    return [name for name in names if all(layout_of(layout, name) is not None for layout in layouts)]
 
 
 def needs_static(config: RunConfig) -> bool:
@@ -34,16 +36,34 @@ def needs_static(config: RunConfig) -> bool:
     return any(name in known and known[name].static for name in config.deliver for known in profiles_of_layouts)
 
 
+def without_factors(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of a run with SmoothQuant left out of the preset, if a layout has no factors for it.
+
+    Values of a wrong type stay unchanged for the validation to reject.
+    """
+    deliver, quantizer = values.get("deliver"), values.get("quantizer", {})
+    if not isinstance(deliver, list | tuple) or not isinstance(quantizer, Mapping):
+        return values
+    activations = quantizer.get("activations", {})
+    if not set(OF_ANY_BACKEND) & {name for name in deliver if isinstance(name, str)}:
+        return values
+    if not isinstance(activations, Mapping):
+        return values
+    return {**values, "quantizer": {**quantizer, "activations": {"smoothquant_alpha": None, **activations}}}
+
+
 def layout_problems(config: RunConfig) -> Iterator[str]:
     """Yield the problems of the layouts in ``deliver`` with the backend, the task and the ranges of a run."""
     for layout in config.deliver:
         if layout in LAYOUTS and config.model.task is not None:
             yield from _problems(layout, config.model.task, config.quantizer)
+        if layout in OF_ANY_BACKEND and not config.quantize:
+            yield f"deliver: {layout!r} holds a quantized model, but quantize is false; remove it"
 
 
 def _problems(layout: str, task: str, settings: QuantizerConfig) -> Iterator[str]:
     key = f"deliver: {layout!r}"
-    if settings.backend == AUTO and not settings.candidates:
+    if settings.backend == AUTO and not settings.candidates and layout not in OF_ANY_BACKEND:
         written = ", ".join(backends_of([layout]))
         yield f"{key} does not exist for every backend of {AUTO!r}; expected quantizer.backend: [{written}]"
         return

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from quantizer.config.data_section import DataConfig, ModelConfig
-from quantizer.config.layouts import LAYOUTS, layout_problems
+from quantizer.config.layouts import LAYOUTS, layout_problems, without_factors
 from quantizer.config.quantizer_section import (
     AmpConfig,
     AxisRange,
@@ -288,14 +288,14 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _sizes_fit(cls, values: Any) -> Any:
-        """Move default sizes into the ranges of ``export.dynamic``."""
+        """Move default sizes into the ranges of ``export.dynamic``, and leave out what a layout cannot express."""
         sections: dict[str, type[Section]] = {"data": DataConfig, "model": ModelConfig, "report": ReportConfig}
         defaults = {
             (name, key): field.default
             for name, section in sections.items()
             for key, field in section.model_fields.items()
         }
-        return with_fitted_sizes(values, defaults) if isinstance(values, Mapping) else values
+        return with_fitted_sizes(without_factors(values), defaults) if isinstance(values, Mapping) else values
 
     # Field validators check the sections against each other. A validator of the whole run would only run if every
     # section is valid, and could not report its problems with the others. `info.data` holds the valid sections above.

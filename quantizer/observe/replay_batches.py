@@ -7,6 +7,8 @@ number depends on the number of samples, within limits.
 from __future__ import annotations
 
 import hashlib
+import math
+import struct
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -37,7 +39,10 @@ class Enough(NamedTuple):
 
 
 FEW = Enough(4, 8, 64)
-"""Enough to compare settings of the whole model."""
+"""Enough to compare settings of the whole model, where a large sample counts twice."""
+
+_LARGE = 2**14
+"""The values of a large sample, such as an image of 128 x 128, which shows each range at thousands of positions."""
 
 MANY = Enough(4, 64, 512)
 """Enough to choose integers of weights: with fewer batches they overfit."""
@@ -45,6 +50,7 @@ MANY = Enough(4, 64, 512)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 _DIGEST = 16  # bytes
 _COUNT = 8  # bytes
+_ENTRY = struct.Struct(">QQ")
 
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -73,9 +79,10 @@ class Known:
 
 
 class _StoredBatch(NamedTuple):
-    """A stored batch: its number of samples, and the ranks that have it."""
+    """A stored batch: its number of samples, the same with large ones twice, and the ranks that have it."""
 
     rows: int
+    weight: int
     ranks: tuple[int, ...]
 
 
@@ -115,7 +122,7 @@ class ReplayBatches:
         """Return the batches of all ranks, by their hashes."""
         if self._everywhere is not None and get_world_size() > 1:
             return self._everywhere
-        return {key: _StoredBatch(_rows(batch), (get_rank(),)) for key, batch in self._kept.items()}
+        return {key: _StoredBatch(_rows(batch), weight(batch), (get_rank(),)) for key, batch in self._kept.items()}
 
     def _part(self, keys: Collection[bytes]) -> dict[bytes, Batch]:
         stored = self._all()
@@ -136,8 +143,8 @@ class ReplayBatches:
         return self._with_types(ReplayBatches(self._kept, self._enough, known=self.known))
 
     def few(self) -> ReplayBatches:
-        """Return the batches that would have been stored with the limit ``FEW``."""
-        return self._only(_chosen_keys({key: stored.rows for key, stored in self._all().items()}, FEW))
+        """Return the batches that are enough by ``FEW``."""
+        return self._only(_chosen_keys({key: stored.weight for key, stored in self._all().items()}, FEW))
 
     def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
         """Return the hash and a copy of a batch if it should be stored, else None; call before the model runs."""
@@ -161,10 +168,10 @@ class ReplayBatches:
     def shared(self) -> ReplayBatches:
         """Return the batches that one process would store for the data of all ranks; all ranks must call this."""
         per_rank = _gathered(self._kept)
-        rows = {key: count for of_rank in per_rank for key, count in of_rank.items()}
+        counts = {key: count for of_rank in per_rank for key, count in of_rank.items()}
         stored = {
-            key: _StoredBatch(rows[key], tuple(rank for rank, of_rank in enumerate(per_rank) if key in of_rank))
-            for key in _chosen_keys(rows, self._enough)
+            key: _StoredBatch(*counts[key], tuple(rank for rank, of_rank in enumerate(per_rank) if key in of_rank))
+            for key in _chosen_keys({key: rows for key, (rows, _) in counts.items()}, self._enough)
         }
         kept = {key: batch for key, batch in self._kept.items() if key in stored}
         return self._with_types(ReplayBatches(kept, self._enough, stored, self.known))
@@ -259,8 +266,17 @@ def in_types(batch: Batch, types: Mapping[torch.dtype, torch.dtype]) -> Batch:
 
 
 def _rows(batch: Batch) -> int:
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    return len(tensors[0]) if tensors else 1
+    return _first_shape(batch)[0]
+
+
+def _first_shape(batch: Any) -> tuple[int, ...]:
+    return next((tuple(leaf.shape) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), (1,))
+
+
+def weight(batch: Any) -> int:
+    """Return the number of samples of a batch, twice that of large ones."""
+    rows, *others = _first_shape(batch)
+    return 2 * rows if math.prod(others) >= _LARGE else rows
 
 
 def _chosen_keys(rows: Mapping[bytes, int], enough: Enough) -> list[bytes]:
@@ -274,14 +290,14 @@ def _chosen_keys(rows: Mapping[bytes, int], enough: Enough) -> list[bytes]:
     return chosen
 
 
-def _gathered(kept: Mapping[bytes, Batch]) -> list[dict[bytes, int]]:
-    """Return the keys and numbers of samples of the batches of every rank."""
-    mine = b"".join(key + _rows(batch).to_bytes(_COUNT, "big") for key, batch in sorted(kept.items()))
-    entry = _DIGEST + _COUNT
+def _gathered(kept: Mapping[bytes, Batch]) -> list[dict[bytes, tuple[int, int]]]:
+    """Return the keys of the batches of every rank, with their numbers of samples and weights."""
+    mine = b"".join(key + _ENTRY.pack(_rows(batch), weight(batch)) for key, batch in sorted(kept.items()))
+    size = _DIGEST + _ENTRY.size
     return [
         {
-            keys[place : place + _DIGEST]: int.from_bytes(keys[place + _DIGEST : place + entry], "big")
-            for place in range(0, len(keys), entry)
+            keys[place : place + _DIGEST]: _ENTRY.unpack(keys[place + _DIGEST : place + size])
+            for place in range(0, len(keys), size)
         }
         for keys in all_gather_bytes(mine)
     ]

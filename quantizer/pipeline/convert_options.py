@@ -25,6 +25,7 @@ from quantizer.pipeline.preflight_checks import Faults
 from quantizer.pipeline.quantize_model import SENSITIVITY_BATCHES, quantize_model
 from quantizer.pipeline.run import RUN
 from quantizer.plan.targets import AUTO, profile, profiles
+from quantizer.plan.targets.clients import OF_ANY_BACKEND
 from quantizer.report import print_record
 from quantizer.report.tables import plain_text
 from quantizer.tasks import datasets, folder_holds, load_examples, read_checkpoint, tasks, text_files
@@ -251,7 +252,7 @@ def _checkpoint(draft: Draft, given: Mapping[str, Any]) -> None:
     _default(draft, "report.formats", ["json", *(["html"] if find_spec("jinja2") is not None else [])])
     if "deliver" in given:
         _set(draft, "deliver", [*_SERVING, *given["deliver"]], "deliver")
-        if "backend" not in given:
+        if "backend" not in given and not set(given["deliver"]) <= set(OF_ANY_BACKEND):
             # Not all backends of this CPU write these layouts.
             _default(draft, "quantizer.backend", backends_of(given["deliver"]))
     _default(draft, "deliver", list(_SERVING))

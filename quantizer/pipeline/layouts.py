@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quantizer.config import ModelConfig
 from quantizer.config.layouts import layout_of
 from quantizer.engines import GraphWriter, backend
-from quantizer.errors import TaskError
+from quantizer.errors import QuantizerError, TaskError
 from quantizer.export.qdq.structure import read_signature
+from quantizer.pipeline.client_code import client_code
 from quantizer.pipeline.job import Job
 from quantizer.pipeline.load import write_json
 from quantizer.pipeline.triton import link_file, link_onnx
-from quantizer.plan.targets.clients import Layout
+from quantizer.plan.compressed_tensors import compressed_checkpoint
+from quantizer.plan.targets.clients import OF_ANY_BACKEND, Layout
+from quantizer.report import RunRecord
+from quantizer.report.model_card import CardClient, write_layout_card
 from quantizer.tasks import save_processor
 from quantizer.tasks.checkpoints import read_prompts
 from quantizer.tasks.outputs import MEAN, SentencePooling
 from quantizer.tasks.zero_shot import TextTower
 from quantizer.utils.dimension_names import CACHE
-from quantizer.utils.paths import is_file
+from quantizer.utils.paths import is_file, is_folder
 from quantizer.utils.plain_values import json_values
 
 _NEEDS_FAST_TOKENIZER = "transformers-js"
@@ -61,6 +65,9 @@ def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> N
     task = job.context.task
     written: dict[str, Path] = {}
     for name, layout in _layouts(job, job.config.quantizer.backend).items():
+        if name in OF_ANY_BACKEND:
+            _write_weights(job, name)
+            continue
         if job.only_sizes:
             # These files are compiled for all sizes.
             job.timer.say(f"warning: deliver: {name!r} is not written, because the engine accepts only some sizes")
@@ -110,6 +117,42 @@ def _rename_dimensions(path: Path, names: Mapping[str, str]) -> None:
                 size.dim_param = names[size.dim_param]
     path.unlink()
     path.write_bytes(model.SerializeToString())
+
+
+def _write_weights(job: Job, name: str) -> None:
+    """Write the weights of the quantized model, and say which of its linear layers stay in floating point."""
+    model: Any = job.model
+    folder, plan = job.target / name, job.quantizer.plan
+    try:
+        checkpoint = compressed_checkpoint(model, job.frozen, plan)
+    except QuantizerError as error:
+        # The engine is finished, and has sites of other kinds.
+        job.timer.say(f"warning: deliver: {error}; it is not written")
+        return
+    save_processor(job.context.processor, model.config, folder)
+    checkpoint.save(model, folder)
+    left = {path: reason for path, reason in checkpoint.left.items() if plan[path].kind == "linear"}
+    if left:
+        path, reason = next(iter(left.items()))
+        job.timer.say(
+            f"warning: deliver: {name!r} keeps {len(left)} of {len(left) + len(checkpoint.linears)} quantized linear "
+            f"layers in floating point, such as {path}: {reason}"
+        )
+
+
+def write_layout_cards(job: Job, record: RunRecord, *, quantized: bool) -> None:
+    """Write the model card of each layout that was written, from the quantized or the float engine."""
+    backend_name = job.config.quantizer.backend
+    for name in _layouts(job, backend_name):
+        folder = job.target / name
+        if not is_folder(folder):
+            continue
+        place = ".." if name == _NEEDS_FAST_TOKENIZER else "."
+        code = client_code(name, backend_name, job.context.task.name, place, quantized=quantized)
+        if code is not None:
+            client = CardClient(library=code.library, layout=name, needs=code.needs, language=code.language)
+            graph: Literal["engine", "float"] = "engine" if quantized else "float"
+            write_layout_card(record, folder, client, code.code, of="weights" if name in OF_ANY_BACKEND else graph)
 
 
 def _layouts(job: Job, backend_name: str) -> dict[str, Layout]:

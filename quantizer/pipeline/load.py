@@ -35,6 +35,7 @@ from quantizer.pipeline.context import engine_run
 from quantizer.pipeline.engine_module import CallForm, EngineModule
 from quantizer.pipeline.engine_sizes import EngineSizes, joined
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
+from quantizer.plan.compressed_tensors import is_compressed
 from quantizer.plan.targets import profiles
 from quantizer.report import collect_machine, read_record
 from quantizer.tasks import Recordings, Sample, load_processor, read_image, tasks
@@ -424,7 +425,7 @@ def _refuse_layout(folder: Path) -> None:
     graphs = {file.format(graph=graph) for file in files for graph in (QUANTIZED_STEM, ENCODER)}
     if not is_folder(folder) or is_file(folder / "config.yaml") or any(folder.glob("*.engine")):
         return
-    if any(is_file(folder / graph) for graph in graphs):
+    if any(is_file(folder / graph) for graph in graphs) or is_compressed(folder):
         raise QuantizerError(
             f"{folder} is a layout for another client, without an engine; load it with that client (see "
             "docs/how-to/serve-with.md), or load the folder above it, which has the engine"

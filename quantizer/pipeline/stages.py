@@ -20,7 +20,7 @@ from quantizer.config import AmpConfig, RunConfig, dump_yaml
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.engines.measure import end_trial_process, trial_process
 from quantizer.errors import EngineError
-from quantizer.pipeline.benchmark import build_options, measure_latency, measure_memory
+from quantizer.pipeline.benchmark import build_options, deployed, measure_latency, measure_memory
 from quantizer.pipeline.check_rules import check_rules
 from quantizer.pipeline.choose_engine import PickedBackend, pick_backend
 from quantizer.pipeline.compare_outputs import (
@@ -39,7 +39,7 @@ from quantizer.pipeline.diagnose_run import DIAGNOSE, wants_diagnosis, with_diag
 from quantizer.pipeline.fastest_engine import for_all_variants, quantizer_of
 from quantizer.pipeline.job import QUANTIZER, Job, Outline
 from quantizer.pipeline.latency_fallback import RunLatencyFallback
-from quantizer.pipeline.layouts import check_layouts
+from quantizer.pipeline.layouts import check_layouts, write_layout_cards
 from quantizer.pipeline.make_record import record_of, write_reports
 from quantizer.pipeline.model_graphs import QUANTIZED_STEM
 from quantizer.pipeline.open_axes import settle_axes
@@ -431,6 +431,8 @@ def report(job: Job) -> RunRecord:
         record = with_diagnosis(record, job.context, job.quantizer, job.batches)
     record = replace(record, stages=job.stages)
     write_run_card(record, job.target, deliver(job, record))
+    if record.engine is not None:
+        write_layout_cards(job, record, quantized=job.config.quantize and deployed(record) != "float")
     write_reports(record, job.config.report.formats, job.target)
     job.work.write_call(job.target)
     return record

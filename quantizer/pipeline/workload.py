@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from quantizer.algorithms.make_plan import sees_the_same
 from quantizer.config import RunConfig
 from quantizer.config.data_section import MODULE
+from quantizer.observe.replay_batches import weight
 from quantizer.pipeline.context import RunContext, RunExamples, Runnable, as_predictor, bar
 from quantizer.pipeline.model_graphs import Graphs
 from quantizer.pipeline.module_feed import LABELS, ModuleFeed, fitted, named_batches
@@ -26,9 +28,10 @@ from quantizer.quantizer import Quantizer
 from quantizer.report import ModelInfo, Score
 from quantizer.report.text import counted
 from quantizer.settings import settings_of
-from quantizer.tasks import Batch, Example
+from quantizer.tasks import Batch, Example, Feed, batch_shape, rows_at
 from quantizer.tasks.datasets.examples import content_of
 from quantizer.utils.batches import batches_of
+from quantizer.utils.sizes import BATCH
 
 
 class Scorer(Protocol):
@@ -132,6 +135,8 @@ class Workload:
         itself.
         """
         model, cache = self.context.model, self.context.resume.calibration.folder
+        if not self.graphs.several:
+            batches = in_parts(batches, self.context.feed)
         calibrate = partial(
             Quantizer.calibrate, model=model, batches=batches, split=True, cache=cache, tell=self._tell_resumed
         )
@@ -167,6 +172,25 @@ class Workload:
             shared.ranked[place] = settings, measure(shared.calibrated[place])
         quantizer.inherit(shared.calibrated[place])
         return shared.ranked[place][1]
+
+
+_PART = 16
+"""The largest weight of a batch for calibration, so that the least number of batches is enough for a search."""
+
+
+def in_parts(batches: Sequence[Batch], feed: Feed) -> Sequence[Batch]:
+    """Return calibration batches, the large ones in parts if the model computes each sample independently."""
+    is_fixed = feed.sizes is not None and not feed.sizes.is_open(BATCH)
+    if is_fixed or not feed.samples_independent:
+        return batches
+    return [part for batch in batches for part in _parts(batch)]
+
+
+def _parts(batch: Batch) -> Iterator[Batch]:
+    rows, _ = batch_shape(batch)
+    size = math.ceil(rows / math.ceil(weight(batch) / _PART))
+    for start in range(0, rows, size):
+        yield rows_at(batch, range(start, min(start + size, rows)))
 
 
 Load: TypeAlias = Callable[[StageTimer, ResumeFiles, Path], Workload]

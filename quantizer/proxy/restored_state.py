@@ -1,7 +1,7 @@
 """Restoration of a model's state after a pass that wrote into its modules.
 
 The state consists of buffers, and of tensors, numbers, strings, booleans and None in attributes, also nested in lists,
-dictionaries, sets and counters. A pass does not write parameters. Contents of other objects are not restored.
+tuples, dictionaries, sets and counters. A pass does not write parameters. Contents of other objects are not restored.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _saved(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else _Copy.of(value)
     # A container may contain itself.
-    return _Contents.of(value, depth) if type(value) in _CONTAINERS and depth < _DEEPEST else value
+    return _Contents.of(value, depth) if _is_container(value) and depth < _DEEPEST else value
 
 
 def _saved_names(holder: dict[str, Any]) -> set[str]:
@@ -142,7 +142,12 @@ def _saved_names(holder: dict[str, Any]) -> set[str]:
 def _is_saved(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
-    return isinstance(value, _PLAIN) or type(value) in _CONTAINERS
+    return isinstance(value, _PLAIN) or _is_container(value)
+
+
+def _is_container(value: Any) -> bool:
+    """Return whether the contents of a value are restored. A tuple cannot change, but tensors inside of it can."""
+    return type(value) in _CONTAINERS or isinstance(value, tuple)
 
 
 def _members(container: Any) -> Iterator[Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -44,6 +44,23 @@ _OTHER = "other"
 
 
 @dataclass(frozen=True, kw_only=True)
+class CardClient:
+    """Another library that loads the folder of a card.
+
+    Attributes:
+        library: its name on the hub.
+        layout: the layout of the folder.
+        needs: what to install, in words.
+        language: the language of the snippet.
+    """
+
+    library: str
+    layout: str
+    needs: str
+    language: str = "python"
+
+
+@dataclass(frozen=True, kw_only=True)
 class CardFacts:
     """The content of a model card.
 
@@ -60,6 +77,7 @@ class CardFacts:
         configuration: the settings of the quantizer; empty: nothing was quantized.
         snippet: Python that runs the engine from its folder.
         missed: sentences on goals that are not reached, and on sizes that the engine does not accept.
+        client: the library that loads the folder, if it is the layout of another client.
     """
 
     name: str
@@ -74,6 +92,7 @@ class CardFacts:
     configuration: Mapping[str, Any]
     snippet: str
     missed: tuple[str, ...] = ()
+    client: CardClient | None = None
 
 
 def loading(folder: Path) -> str:
@@ -90,17 +109,23 @@ def figure(name: str, before: str, after: str) -> str:
 def card_text(facts: CardFacts) -> str:
     """Return the card of an engine, in Markdown with metadata before it."""
     metadata = yaml.safe_dump(_metadata(facts), sort_keys=False, allow_unicode=True)
-    form = f"{facts.dtype.upper()} engine" if facts.dtype else "Engine"
+    what, made_for = ("engine", facts.backend) if facts.client is None else ("model", facts.client.library)
+    form = f"{facts.dtype.upper()} {what}" if facts.dtype else what.capitalize()
     parts = [
         f"---\n{metadata}---\n\n# {facts.name}\n",
-        f"{form} of `{facts.source}` for {facts.backend}, made with quantizer.\n",
+        f"{form} of `{facts.source}` for {made_for}, made with quantizer.\n",
     ]
     # Missed goals come before all figures.
     parts[1:1] = [f"**{goal[:1].upper()}{goal[1:]}.**\n" for goal in facts.missed]
     if facts.figures:
         table = "\n".join(["| | float | engine |", "|---|---|---|", *facts.figures])
-        parts.append(f"## Measured\n\nOn {facts.machine}.\n\n{table}\n")
-    parts.append(f"## How to run\n\n{_needed(facts.backend)}\n\nIn this folder:\n\n```python\n{facts.snippet}\n```\n")
+        of_engine = "" if facts.client is None else f", with the {facts.backend} engine of quantizer"
+        parts.append(f"## Measured\n\nOn {facts.machine}{of_engine}.\n\n{table}\n")
+    if facts.client is None:
+        needed, language = _needed(facts.backend), "python"
+    else:
+        needed, language = f"Needs {facts.client.needs}.", facts.client.language
+    parts.append(f"## How to run\n\n{needed}\n\nIn this folder:\n\n```{language}\n{facts.snippet.rstrip()}\n```\n")
     if facts.configuration:
         settings = yaml.safe_dump(dict(facts.configuration), sort_keys=False, allow_unicode=True)
         parts.append(f"## Configuration\n\n```yaml\n{settings}```\n")
@@ -119,10 +144,17 @@ def _needed(backend: str) -> str:
 
 
 def _metadata(facts: CardFacts) -> dict[str, Any]:
-    tags = ["quantizer", facts.backend, *([facts.dtype, "quantized"] if facts.dtype else [])]
-    metadata: dict[str, Any] = {"library_name": "quantizer", "tags": tags}
+    client = facts.client
+    tags = [
+        "quantizer",
+        client.layout if client else facts.backend,
+        *([facts.dtype, "quantized"] if facts.dtype else []),
+    ]
+    metadata: dict[str, Any] = {"library_name": client.library if client else "quantizer", "tags": tags}
     if (base := _hub_name(facts.source)) is not None:
         metadata["base_model"] = base
+        if facts.dtype:
+            metadata["base_model_relation"] = "quantized"
     if facts.task in _PIPELINES:
         metadata["pipeline_tag"] = _PIPELINES[facts.task]
     if facts.score is not None:
@@ -165,13 +197,32 @@ print(model(**made_up))"""
 
 def write_run_card(record: RunRecord, folder: Path, snippet: str | None = None) -> None:
     """Write the model card of a run with an engine into its folder."""
-    if record.engine is None:
-        return
+    if record.engine is not None:
+        write_text_atomic(folder / CARD, card_text(_facts(record, folder, snippet)))
+
+
+def write_layout_card(
+    record: RunRecord, folder: Path, client: CardClient, snippet: str, *, of: Literal["engine", "float", "weights"]
+) -> None:
+    """Write the model card of a layout into its folder.
+
+    ``of``: the layout has the graph of the engine, that of the float engine, or no graph, so that nothing was measured.
+    """
+    facts = replace(_facts(record, folder, snippet), client=client)
+    if of == "weights":
+        facts = replace(facts, score=None, figures=())
+    elif of == "float":
+        facts = replace(facts, score=record.float_score, figures=(), dtype=None, configuration={})
+    write_text_atomic(folder / CARD, card_text(facts))
+
+
+def _facts(record: RunRecord, folder: Path, snippet: str | None) -> CardFacts:
+    assert record.engine is not None
     settings = record.config.get("quantizer") or {}
     evaluation = (record.config.get("data") or {}).get("evaluation") or {}
     function = (record.config.get("model") or {}).get("metric")
     latency = record.latency
-    facts = CardFacts(
+    return CardFacts(
         name=record.name,
         source=record.model.source,
         task=record.model.task,
@@ -193,7 +244,6 @@ def write_run_card(record: RunRecord, folder: Path, snippet: str | None = None) 
             *missed_goals(record.fallback.outcome if record.fallback else None, record.latency_fallback),
         ),
     )
-    write_text_atomic(folder / CARD, card_text(facts))
 
 
 def _sizes(batch: int, tokens: int | None) -> str:

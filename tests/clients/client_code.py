@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 import pytest
+from client_environment import CLIENTS
 from client_models import (
     BACKENDS,
     CASES,
@@ -35,9 +36,6 @@ from client_models import (
 from quantizer import load_converted
 from quantizer.config.layouts import layout_of
 from quantizer.plan.targets.clients import OPTIMUM
-
-CLIENTS = Path(os.environ.get("QUANTIZER_CLIENTS", ROOT / ".clients"))
-"""The environment of the clients."""
 
 LIMITS = {"openvino": 60.0, "onnxruntime": 30.0}
 """Minimum SQNR in dB of a client's outputs to those of our engine, by backend."""

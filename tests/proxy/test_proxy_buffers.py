@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from quantizer import Quantizer
 from quantizer.proxy.model_sharing import OwnBuffers
+from quantizer.proxy.restored_state import untouched
 
 
 class Counts(nn.Module):
@@ -167,3 +169,40 @@ def test_a_copy_of_a_measuring_proxy_measures_nothing() -> None:
     for twin in (copy.deepcopy(proxy), pickle.loads(pickle.dumps(proxy))):
         assert_same(twin(x * 3), model(x * 3))
     assert str(q.sensitivity) == expected
+
+
+class Anchors(nn.Module):
+    """Computes anchors once for each shape of its input, as the heads of some detectors do."""
+
+    shape: tuple[int, ...] | None = None
+    anchors = torch.empty(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 32)
+        self.counted = (torch.zeros(1),)
+        self.counts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.shape != x.shape:
+            self.anchors, self.shape = torch.arange(x.shape[-1]) + 0.5, x.shape
+        if self.counts:
+            self.counted[0].add_(1)
+        found: Tensor = self.head(x) + self.anchors
+        return found
+
+
+def test_the_shape_of_a_cached_tensor_is_restored_with_it(tmp_path: Path) -> None:
+    model = Anchors().eval()
+    expected = copy.deepcopy(model)(data()[0])
+    q = Quantizer(preset="plain", backend="openvino")
+    q.calibrate(model, data())
+    q.export(q.quantize(model), tmp_path / "net.onnx", data()[0])
+    assert "shape" not in vars(model)
+    model.counts = True
+    with torch.no_grad(), untouched(model):
+        model(data()[0])
+    assert "shape" not in vars(model)
+    assert_same(model.counted[0], torch.zeros(1))
+    with torch.no_grad():
+        assert_same(model(data()[0]), expected)

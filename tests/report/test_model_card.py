@@ -12,7 +12,7 @@ from report_samples import bare_record, sample_record
 
 import quantizer
 from quantizer.report import EngineFile, ModelInfo, RunRecord
-from quantizer.report.model_card import write_run_card
+from quantizer.report.model_card import CardClient, write_layout_card, write_run_card
 
 
 def _card(record: RunRecord, folder: Path) -> tuple[dict[str, object], str]:
@@ -92,6 +92,58 @@ def test_native_code_is_loaded_with_trust(tmp_path: Path) -> None:
         archive.writestr("compiled.pt2", b"a library")
     _, body = _card(sample_record(), tmp_path)
     assert 'quantizer.load(".", trust=True)' in body
+
+
+@pytest.mark.parametrize("layout", [None, "openvino", "compressed-tensors"])
+def test_the_metadata_is_what_the_hub_reads(layout: str | None, tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="the Hub's own types: install enginequant[hf]")
+    record = replace(sample_record(), model=ModelInfo(source="me/base", task="sequence-classification", parameters=1))
+    if layout is None:
+        write_run_card(record, tmp_path)
+    else:
+        client = CardClient(library="a-library", layout=layout, needs="`a-package`")
+        write_layout_card(record, tmp_path, client, "print(1)\n", of="engine" if layout == "openvino" else "weights")
+    # A fault of model-index raises here.
+    card = hub.ModelCard.load(tmp_path / "README.md", ignore_metadata_errors=False)
+    data = card.data
+    assert (data.base_model, data.base_model_relation) == ("me/base", "quantized")
+    assert data.library_name == ("quantizer" if layout is None else "a-library")
+    assert data.pipeline_tag == "text-classification"
+    engine = record.engine
+    assert engine is not None
+    assert data.tags == ["quantizer", layout or engine.backend, "int8", "quantized"]
+    if layout == "compressed-tensors":
+        assert data.eval_results is None
+        assert "## Measured" not in card.text
+        assert "Needs `a-package`.\n\nIn this folder:\n\n```python\nprint(1)\n```" in card.text
+        return
+    (result,) = data.eval_results
+    again = hub.ModelCardData(model_name=record.name, eval_results=[result]).to_dict()
+    assert again["model-index"] == data.to_dict()["model-index"]
+    score = record.score
+    assert score is not None
+    assert (result.task_type, result.metric_value) == ("text-classification", round(score.value, 6))
+    assert (f"with the {engine.backend} engine of quantizer" in card.text) is (layout is not None)
+
+
+def test_a_layout_of_the_float_engine_is_no_quantized_model(tmp_path: Path) -> None:
+    record = replace(sample_record(), model=ModelInfo(source="me/base", task="sequence-classification", parameters=1))
+    client = CardClient(library="onnx", layout="onnx", needs="`onnxruntime`")
+    write_layout_card(record, tmp_path, client, "print(1)\n", of="float")
+    _, metadata, body = (tmp_path / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    values = yaml.safe_load(metadata)
+    assert "base_model_relation" not in values
+    assert values["tags"] == ["quantizer", "onnx"]
+    (metric,) = values["model-index"][0]["results"][0]["metrics"]
+    assert metric["name"].endswith("(float)")
+    assert body.lstrip().startswith(f"# {record.name}\n\nModel of `me/base` for onnx")
+    assert "INT8" not in body
+
+
+def test_a_float_engine_is_no_quantized_model(tmp_path: Path) -> None:
+    engine = EngineFile(backend="torch", path="model.engine", build_seconds=1.0, verified="no")
+    metadata, _ = _card(bare_record(engine=engine), tmp_path)
+    assert "base_model_relation" not in metadata
 
 
 def test_a_run_without_an_engine_has_no_card(tmp_path: Path) -> None:

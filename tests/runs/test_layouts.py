@@ -19,10 +19,11 @@ for _package in ("transformers", "onnx", "openvino"):
 import onnx
 import transformers
 from helpers import openvino_core, read_json
-from test_serving import write_onnx
+from served_engine import write_onnx
 from tiny_run import tiny_run
 
 import quantizer
+import quantizer.pipeline.layouts as layouts_module
 from quantizer.cli.main import main
 from quantizer.config import RunConfig
 from quantizer.config.layouts import LAYOUTS, backends_of, layout_of
@@ -31,10 +32,12 @@ from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.engines.openvino.engine import OpenVINOBackend
 from quantizer.errors import ConfigError, EngineError, QuantizerError, TaskError
 from quantizer.export.qdq.structure import read_signature
+from quantizer.pipeline.client_code import client_code
 from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.fastest_engine import variants_of
-from quantizer.pipeline.layouts import check_layouts, write_layouts
+from quantizer.pipeline.layouts import check_layouts, write_layout_cards, write_layouts
 from quantizer.plan.targets import profiles
+from quantizer.plan.targets.clients import OF_ANY_BACKEND
 from quantizer.tasks import tasks
 from quantizer.tasks.outputs import SentencePooling
 from quantizer.tasks.zero_shot import TextTower
@@ -68,6 +71,14 @@ def job_of(checkpoint: Path, target: Path, task: str, backend: str, *layouts: st
     return SimpleNamespace(**{**facts, **changes})
 
 
+def with_weights(job: Any, **options: Any) -> None:
+    """Add the quantized model to the parts of a job."""
+    job.quantizer = quantizer.Quantizer(preset="plain", backend="openvino", **options)
+    batch = dict(job.context.processor(["the film was good", "a dull plot"], padding=True, return_tensors="pt"))
+    job.quantizer.calibrate(job.model.eval(), [batch], progress=False)
+    job.frozen = job.quantizer.quantize(job.model)
+
+
 def written(target: Path) -> set[str]:
     """The files below a folder, without the graph that they were written from."""
     paths = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
@@ -88,10 +99,13 @@ HUB = {"config.json", "tokenizer.json", "tokenizer_config.json"}
         ("onnxruntime", "transformers-js", {"onnx/model_quantized.onnx", *HUB}),
         ("onnxruntime", "sentence-transformers", {"onnx/model.onnx", *HUB}),
         ("openvino", "sentence-transformers", {"openvino/openvino_model.xml", "openvino/openvino_model.bin", *HUB}),
+        ("torch", "compressed-tensors", {"model.safetensors", *HUB}),
     ],
 )
 def test_the_files_of_a_layout(checkpoint: Path, tmp_path: Path, backend: str, layout: str, graphs: set[str]) -> None:
     job = job_of(checkpoint, tmp_path, "sequence-classification", backend, "processor", layout)
+    if layout == "compressed-tensors":
+        with_weights(job)
     check_layouts(job)
     write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     assert written(tmp_path) == {f"{layout}/{name}" for name in graphs}
@@ -236,6 +250,112 @@ def test_a_graph_that_openvino_cannot_read(tmp_path: Path) -> None:
         OpenVINOBackend().write_graph(tmp_path / "model.onnx", tmp_path / "model.xml")
 
 
+def test_the_weights_of_the_quantized_model(checkpoint: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, "sequence-classification", "torch", "compressed-tensors")
+    with_weights(job, exclude={"names": ["**.query"]})
+    # They do not depend on the sizes of the engine.
+    job.only_sizes = ({"batch": 1},)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
+    config = read_json(tmp_path / "compressed-tensors" / "config.json")["quantization_config"]
+    assert config["format"] == "int-quantized"
+    assert config["ignore"] == ["encoder.layer.0.attention.self.query"]
+
+
+def test_layers_that_stay_in_floating_point_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    job = job_of(
+        checkpoint, tmp_path, "fill-mask", "torch", "compressed-tensors", timer=SimpleNamespace(say=said.append)
+    )
+    with_weights(job, activations={"smoothquant_alpha": 0.5})
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
+    (message,) = said
+    assert "'compressed-tensors' keeps" in message or "no quantized linear layer can be expressed" in message
+    assert "factors of SmoothQuant or AWQ, which the format does not have" in message
+
+
+@pytest.mark.parametrize("alpha", [None, 0.5])
+def test_the_preset_has_no_factors_where_the_layout_has_none(alpha: float | None) -> None:
+    assert run_of("fill-mask", "torch").quantizer.activations.smoothquant_alpha == "auto"
+    given = {} if alpha is None else {"activations": {"smoothquant_alpha": alpha}}
+    config = run_of("fill-mask", "torch", "compressed-tensors", **given)
+    assert config.quantizer.activations.smoothquant_alpha == alpha
+    assert config.quantizer.activations.calibrator == "output"
+
+
+# -- the model cards ---------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "serve-with.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend", "task"),
+    [
+        ("openvino", "openvino", "sequence-classification"),
+        ("onnx", "onnxruntime", "sequence-classification"),
+        ("sentence-transformers", "openvino", "sentence-similarity"),
+        ("sentence-transformers", "onnxruntime", "sentence-similarity"),
+        ("sentence-transformers", "onnxruntime", "sequence-classification"),
+        ("optimum", "openvino", "sequence-classification"),
+        ("optimum", "onnxruntime", "sequence-classification"),
+        ("transformers-js", "onnxruntime", "sequence-classification"),
+        ("compressed-tensors", "openvino", "sequence-classification"),
+    ],
+)
+def test_the_code_of_a_card_is_that_of_the_guide(layout: str, backend: str, task: str) -> None:
+    name = "my-embedder" if task == "sentence-similarity" else "my-classifier"
+    above = f"converted/{name}/{backend}"
+    place = above if layout in ("openvino", "onnx", "transformers-js") else f"{above}/{layout}"
+    code = client_code(layout, backend, task, place)
+    assert code is not None
+    # The guide starts from the folder above, which has the tokenizer.
+    text = code.code
+    for graph in ("model.xml", "model.onnx"):
+        text = text.replace(f"{{folder}}/{graph}", f"{{folder}}/{layout}/{graph}")
+    assert f"```{'js' if code.language == 'js' else 'py'}\n{text}```" in PAGE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_task_of_a_layout_has_code(layout: str) -> None:
+    (backend,) = backends_of([layout])[-1:]
+    known = layout_of(layout, backend)
+    assert known is not None
+    for task in known.classes or ("depth-estimation", "audio-classification", "question-answering"):
+        if task in TASKS_IN_PARTS:
+            continue
+        code = client_code(layout, backend, task, ".")
+        assert code is not None
+        if code.language == "python":
+            compile(code.code, layout, "exec")
+
+
+def test_a_task_without_code() -> None:
+    assert client_code("optimum", "openvino", "depth-estimation", ".") is None
+    assert client_code("openvino", "openvino", "text-to-text", ".") is None
+
+
+def test_the_card_of_each_layout(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written_cards: dict[str, tuple[str, str, str]] = {}
+
+    def write_card(_: Any, folder: Path, client: Any, code: str, *, of: str) -> None:
+        assert folder == tmp_path / client.layout
+        written_cards[client.layout] = (client.library, code, of)
+
+    monkeypatch.setattr(layouts_module, "write_layout_card", write_card)
+    layouts = ["onnx", "optimum", "transformers-js", "compressed-tensors", "sentence-transformers"]
+    job = job_of(checkpoint, tmp_path, "sequence-classification", "onnxruntime", *layouts)
+    with_weights(job)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=False)
+    shutil.rmtree(tmp_path / "sentence-transformers")
+    write_layout_cards(job, None, quantized=False)  # type: ignore[arg-type]
+    assert {layout: (library, of) for layout, (library, _, of) in written_cards.items()} == {
+        "onnx": ("onnx", "float"),
+        "optimum": ("optimum", "float"),
+        "transformers-js": ("transformers.js", "float"),
+        "compressed-tensors": ("transformers", "weights"),
+    }
+    assert 'dtype: "fp32"' in written_cards["transformers-js"][1]
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +388,14 @@ def run_of(task: str, backend: str | list[str], *layouts: str, **quantizer: Any)
         (
             run_of("text-to-text", "onnxruntime", "transformers-js"),
             "deliver: 'transformers-js' has no class for task 'text-to-text' with backend onnxruntime; remove it, or",
+        ),
+        (
+            run_of("fill-mask", "openvino", "compressed-tensors").model_copy(update={"quantize": False}),
+            "deliver: 'compressed-tensors' holds a quantized model, but quantize is false; remove it",
+        ),
+        (
+            run_of("multiple-choice", "auto", "compressed-tensors"),
+            "deliver: 'compressed-tensors' has no class for task 'multiple-choice' with backend auto; remove it",
         ),
         (
             run_of("fill-mask", "onnxruntime", "transformers-js", activations={"ranges": "dynamic"}),
@@ -349,6 +477,10 @@ def test_each_backend_writes_the_layouts_that_it_has(checkpoint: Path) -> None:
     assert chosen.quantizer.candidates == ("openvino", "onnxruntime")
     (alone,) = conversion_configs(options(checkpoint, "transformers-js"))
     assert alone.quantizer.candidates == ("onnxruntime",)
+    (anywhere,) = conversion_configs(options(checkpoint, "compressed-tensors"))
+    assert (anywhere.quantizer.backend, anywhere.quantizer.candidates) == ("auto", ())
+    (both,) = conversion_configs(options(checkpoint, "compressed-tensors", "onnx"))
+    assert both.quantizer.candidates == ("onnxruntime",)
 
 
 def test_a_text_tower_has_no_class(checkpoint: Path, tmp_path: Path) -> None:
@@ -408,6 +540,8 @@ def test_an_engine_for_some_sizes_has_no_layouts(checkpoint: Path, tmp_path: Pat
 def test_a_layout_is_not_loaded_as_an_engine(checkpoint: Path, tmp_path: Path, layout: str) -> None:
     (backend,) = backends_of([layout])[-1:]
     job = job_of(checkpoint, tmp_path, "sequence-classification", backend, layout)
+    if layout == "compressed-tensors":
+        with_weights(job)
     write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     for load in (quantizer.load, quantizer.load_converted):
         with pytest.raises(QuantizerError, match=rf"{layout} is a layout for another client, without an engine; load"):
@@ -418,5 +552,9 @@ def test_the_tables_name_what_there_is() -> None:
     assert {name for name in tasks.names() if tasks[name].in_parts} == set(TASKS_IN_PARTS)
     for name in profiles.names():
         assert all(set(known.classes) <= set(tasks.names()) for known in profiles[name].layouts.values())
-    assert set(LAYOUTS) == {"openvino", "onnx", "sentence-transformers", "optimum", "transformers-js"}
+    graphs = {"openvino", "onnx", "sentence-transformers", "optimum", "transformers-js"}
+    assert set(LAYOUTS) == {*graphs, "compressed-tensors"}
+    assert set(OF_ANY_BACKEND["compressed-tensors"].classes) <= set(tasks.names())
+    for task, auto_class in OF_ANY_BACKEND["compressed-tensors"].classes.items():
+        assert tasks[task].auto_class == auto_class
     assert layout_of("optimum", "torch") is None

@@ -64,6 +64,65 @@ PIPELINES = {
 }
 """Pipelines of transformers.js."""
 
+COMPRESSED_TENSORS = {
+    "audio-classification": "AutoModelForAudioClassification",
+    "automatic-speech-recognition": "AutoModelForCTC",
+    "depth-estimation": "AutoModelForDepthEstimation",
+    "embedding-classification": "AutoModel",
+    "fill-mask": "AutoModelForMaskedLM",
+    "image-classification": "AutoModelForImageClassification",
+    "image-feature-extraction": "AutoModel",
+    "object-detection": "AutoModelForObjectDetection",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "retrieval": "AutoModel",
+    "semantic-segmentation": "AutoModelForSemanticSegmentation",
+    "sentence-similarity": "AutoModel",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "text-generation": "AutoModelForCausalLM",
+    "token-classification": "AutoModelForTokenClassification",
+}
+"""Classes of transformers, which loads this format with the library compressed-tensors."""
+
+OF_ANY_BACKEND = {"compressed-tensors": Layout("model.safetensors", COMPRESSED_TENSORS)}
+"""Layouts without a graph, which hold the weights of the quantized model, whatever the backend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphClient:
+    """Names with which clients load the graphs of one kind of file.
+
+    Attributes:
+        library: the name of the runtime on the hub.
+        package: the package of the runtime.
+        optimum: the package of Optimum for it.
+        module: its module below ``optimum``.
+        backend: its name in sentence-transformers.
+        config: the value of ``ov_config`` with which Optimum computes in float32; empty: it has none.
+    """
+
+    library: str
+    package: str
+    optimum: str
+    module: str
+    backend: str
+    config: str = ""
+
+
+GRAPH_CLIENTS = {
+    ".xml": GraphClient(
+        library="openvino",
+        package="openvino",
+        optimum="optimum-intel",
+        module="intel",
+        backend="openvino",
+        config='{"INFERENCE_PRECISION_HINT": "f32"}',
+    ),
+    ".onnx": GraphClient(
+        library="onnx", package="onnxruntime", optimum="optimum-onnx", module="onnxruntime", backend="onnx"
+    ),
+}
+"""Clients by the suffix of the graph."""
+
 
 def optimum_classes(start: str, **more: str) -> dict[str, str]:
     """Return the classes of Optimum that begin with ``start``, and ``more`` of some libraries."""
