@@ -34,10 +34,12 @@ torture-faults: $(INSTALLED)
 
 # What make test leaves out: see docs/design/testing.md.
 nightly: $(INSTALLED)
+	rm -rf runs/clients
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder -m "nightly and not gpu"
 
-# The clients that load what deliver writes, in an environment of their own (3 GB), and the tests with them. Without npm,
-# those of JavaScript are skipped. The install scripts of npm would only download libraries for GPUs.
+# The clients that load what deliver writes, in an environment of their own (3 GB), the tests with them, and
+# docs/clients.md, in about half an hour. Without npm, those of JavaScript are skipped. The install scripts of npm would
+# only download libraries for GPUs.
 CLIENTS := .clients
 
 clients: $(INSTALLED)
@@ -45,7 +47,9 @@ clients: $(INSTALLED)
 	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
 	cp tests/clients/package.json $(CLIENTS)
 	-npm install --prefix $(CLIENTS) --ignore-scripts --no-audit --no-fund
+	rm -rf runs/clients
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly -rs tests/clients
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python tests/clients
 
 # Rooms, boxes and the arrows between them, files, statements, lines; and how deep a user's call lies when work begins.
 structure: $(INSTALLED)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from quantizer.plan.targets import AUTO, profile, profiles
 from quantizer.plan.targets.clients import OF_ANY_BACKEND, Layout
-from quantizer.utils.registry import TASKS_IN_PARTS
 
 if TYPE_CHECKING:
     from quantizer.config.quantizer_section import QuantizerConfig
@@ -64,9 +63,6 @@ def layout_problems(config: RunConfig) -> Iterator[str]:
 
 def _problems(layout: str, task: str, settings: QuantizerConfig) -> Iterator[str]:
     key = f"deliver: {layout!r}"
-    if task in TASKS_IN_PARTS:
-        yield f"{key} holds one graph, but a model of task {task!r} has several; remove it"
-        return
     if settings.backend == AUTO and not settings.candidates and layout not in OF_ANY_BACKEND:
         written = ", ".join(backends_of([layout]))
         yield f"{key} does not exist for every backend of {AUTO!r}; expected quantizer.backend: [{written}]"

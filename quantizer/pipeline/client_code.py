@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quantizer.config.layouts import layout_of
 from quantizer.pipeline.load import processor_folder
+from quantizer.pipeline.model_graphs import QUANTIZED_STEM
 from quantizer.plan.targets.clients import GRAPH_CLIENTS, OPTIMUM
 from quantizer.tasks import tasks
 
@@ -160,7 +161,7 @@ def client_code(layout: str, backend: str, task: str, folder: str, *, quantized:
         code = _CLASS.format(**values, imports=imports, settings=', dtype="float32"', after=".detach()")
         return _python("transformers", "`transformers` and `compressed-tensors`", code)
     suffix = Path(known.file).suffix
-    graph = GRAPH_CLIENTS[suffix]
+    graph, file = GRAPH_CLIENTS[suffix], known.file.format(graph=QUANTIZED_STEM)
     if not known.classes:
         dtype = "int64" if kind.reads == "text" else "float32"
         code = {".xml": _OPENVINO, ".onnx": _ONNX}[suffix].format(**values, dtype=dtype)
@@ -169,11 +170,13 @@ def client_code(layout: str, backend: str, task: str, folder: str, *, quantized:
     if layout == "optimum":
         imports = f"from optimum.{graph.module} import {client}\nfrom transformers import {samples.loader}"
         settings = f", ov_config={graph.config}" if graph.config else ""
+        # Its graph reads a whole text at once.
+        settings += ", use_cache=False" if task == "text-generation" else ""
         return _python("optimum", package, _CLASS.format(**values, imports=imports, settings=settings, after=""))
     if layout == "sentence-transformers":
-        settings = f'{{"file_name": "{known.file}"}}'
+        settings = f'{{"file_name": "{file}"}}'
         if graph.config:
-            settings = f'{{\n        "file_name": "{known.file}",\n        "ov_config": {graph.config},\n    }}'
+            settings = f'{{\n        "file_name": "{file}",\n        "ov_config": {graph.config},\n    }}'
         code = _SENTENCES.format(**values, backend=graph.backend, settings=settings)
         code += _PAIRS if client == "CrossEncoder" else _EMBED
         return _python("sentence-transformers", f"`sentence-transformers` and {package}", code)

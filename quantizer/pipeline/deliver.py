@@ -116,7 +116,8 @@ def deliver(job: Job, record: RunRecord) -> str | None:
     stem = FLOAT_STEM if deployed(record) == "float" else QUANTIZED_STEM
     places = {name: job.graphs.files(job.target, stem, name) for name in job.graphs.names}
     signatures = {name: read_signature(files.onnx) for name, files in places.items()}
-    write_layouts(job, places[job.graphs.names[0]].onnx, quantized=job.config.quantize and stem == QUANTIZED_STEM)
+    onnx = {name: files.onnx for name, files in places.items()}
+    write_layouts(job, onnx, quantized=job.config.quantize and stem == QUANTIZED_STEM)
     serving = {name: _serving(job, name, places[name], signature) for name, signature in signatures.items()}
     if "processor" not in kinds:
         return None

@@ -10,6 +10,7 @@ from quantizer.config import ModelConfig
 from quantizer.config.layouts import layout_of
 from quantizer.engines import GraphWriter, backend
 from quantizer.errors import QuantizerError, TaskError
+from quantizer.export.qdq.structure import read_signature
 from quantizer.pipeline.client_code import client_code
 from quantizer.pipeline.job import Job
 from quantizer.pipeline.load import write_json
@@ -22,6 +23,7 @@ from quantizer.tasks import save_processor
 from quantizer.tasks.checkpoints import read_prompts
 from quantizer.tasks.outputs import MEAN, SentencePooling
 from quantizer.tasks.zero_shot import TextTower
+from quantizer.utils.dimension_names import CACHE
 from quantizer.utils.paths import is_file, is_folder
 from quantizer.utils.plain_values import json_values
 
@@ -57,11 +59,11 @@ def _check(job: Job, layouts: Mapping[str, Layout]) -> None:
             )
 
 
-def write_layouts(job: Job, onnx: Path, *, quantized: bool) -> None:
-    """Write the layouts of a run into its folder, from the ONNX file of the engine."""
+def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> None:
+    """Write the layouts of a run into its folder, from the ONNX file of each graph."""
     model: Any = job.model
     task = job.context.task
-    first: Path | None = None
+    written: dict[str, Path] = {}
     for name, layout in _layouts(job, job.config.quantizer.backend).items():
         if name in OF_ANY_BACKEND:
             _write_weights(job, name)
@@ -71,24 +73,50 @@ def write_layouts(job: Job, onnx: Path, *, quantized: bool) -> None:
             job.timer.say(f"warning: deliver: {name!r} is not written, because the engine accepts only some sizes")
             continue
         folder = job.target / name
-        graph = folder / (layout.file if quantized else layout.file.replace("_quantized", ""))
-        graph.parent.mkdir(parents=True, exist_ok=True)
-        if graph.suffix == ".onnx":
-            link_onnx(onnx, graph)
-        elif first is None:
-            writer = backend(job.config.quantizer.backend)
-            assert isinstance(writer, GraphWriter)
-            writer.write_graph(onnx, graph)
-            first = graph
-        else:
-            for suffix in (".xml", ".bin"):
-                link_file(first.with_suffix(suffix), graph.with_suffix(suffix))
+        pattern = layout.file if quantized else layout.file.replace("_quantized", "")
+        for graph, onnx in graphs.items():
+            _write_graph(job, onnx, folder / pattern.format(graph=graph), written.get(graph), layout.dimensions)
+            written.setdefault(graph, folder / pattern.format(graph=graph))
         if layout.classes:
             save_processor(job.context.processor, model.config, folder)
             _adapt_tokenizer(folder / "tokenizer_config.json")
+            if (generation := getattr(model, "generation_config", None)) is not None:
+                generation.save_pretrained(folder)
         if layout.classes.get(task.name) == _SENTENCES:
             pooling = getattr(model, "sentence_pooling", MEAN)
             _write_modules(folder, pooling, model.config.hidden_size, job.config.model)
+
+
+def _write_graph(job: Job, onnx: Path, path: Path, written: Path | None, dimensions: Mapping[str, str]) -> None:
+    """Write the graph of an ONNX file to ``path``, or link it to the file of an earlier layout."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path == onnx:
+        # The ONNX files of several graphs lie in the folder of this layout already.
+        return
+    if path.suffix == ".onnx":
+        link_onnx(onnx, path)
+        if dimensions and any(value.name.startswith(CACHE) for value in read_signature(onnx).inputs):
+            _rename_dimensions(path, dimensions)
+    elif written is None:
+        writer = backend(job.config.quantizer.backend)
+        assert isinstance(writer, GraphWriter)
+        writer.write_graph(onnx, path)
+    else:
+        for suffix in (".xml", ".bin"):
+            link_file(written.with_suffix(suffix), path.with_suffix(suffix))
+
+
+def _rename_dimensions(path: Path, names: Mapping[str, str]) -> None:
+    """Give the dimensions of inputs and outputs other names, in a copy of the ONNX file that is linked to a path."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    for value in (*model.graph.input, *model.graph.output):
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param in names:
+                size.dim_param = names[size.dim_param]
+    path.unlink()
+    path.write_bytes(model.SerializeToString())
 
 
 def _write_weights(job: Job, name: str) -> None:

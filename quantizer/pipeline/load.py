@@ -421,7 +421,8 @@ def load(
 
 def _refuse_layout(folder: Path) -> None:
     """Raise if a folder is a layout for another client."""
-    graphs = {layout.file for name in profiles.names() for layout in profiles[name].layouts.values()}
+    files = {layout.file for name in profiles.names() for layout in profiles[name].layouts.values()}
+    graphs = {file.format(graph=graph) for file in files for graph in (QUANTIZED_STEM, ENCODER)}
     if not is_folder(folder) or is_file(folder / "config.yaml") or any(folder.glob("*.engine")):
         return
     if any(is_file(folder / graph) for graph in graphs) or is_compressed(folder):

@@ -35,6 +35,7 @@ class DecodeStep(nn.Module):
         super().__init__()
         self.model = model
         self.config = model.config
+        self.generation_config = model.generation_config
         self._cache = transformers_package().DynamicCache
         cache = self._cache(config=model.config)
         with torch.no_grad():

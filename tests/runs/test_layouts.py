@@ -16,6 +16,7 @@ import torch
 for _package in ("transformers", "onnx", "openvino"):
     pytest.importorskip(_package, reason="layouts need enginequant[hf,onnx,openvino]")
 
+import onnx
 import transformers
 from helpers import openvino_core, read_json
 from served_engine import write_onnx
@@ -30,6 +31,7 @@ from quantizer.config.schema import check_run
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.engines.openvino.engine import OpenVINOBackend
 from quantizer.errors import ConfigError, EngineError, QuantizerError, TaskError
+from quantizer.export.qdq.structure import read_signature
 from quantizer.pipeline.client_code import client_code
 from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.fastest_engine import variants_of
@@ -105,7 +107,7 @@ def test_the_files_of_a_layout(checkpoint: Path, tmp_path: Path, backend: str, l
     if layout == "compressed-tensors":
         with_weights(job)
     check_layouts(job)
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     assert written(tmp_path) == {f"{layout}/{name}" for name in graphs}
     if graphs >= HUB:
         assert read_json(tmp_path / layout / "config.json")["model_type"] == "bert"
@@ -113,7 +115,7 @@ def test_the_files_of_a_layout(checkpoint: Path, tmp_path: Path, backend: str, l
 
 def test_a_float_model_is_not_called_quantized(checkpoint: Path, tmp_path: Path) -> None:
     job = job_of(checkpoint, tmp_path, "sequence-classification", "onnxruntime", "transformers-js")
-    write_layouts(job, tmp_path / "model.onnx", quantized=False)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=False)
     assert written(tmp_path) == {f"transformers-js/{name}" for name in {"onnx/model.onnx", *HUB}}
 
 
@@ -130,7 +132,7 @@ def test_the_modules_of_sentence_transformers(
     job = job_of(checkpoint, tmp_path, "sentence-similarity", "openvino", "sentence-transformers")
     if pooling is not None:
         job.model.sentence_pooling = pooling
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     folder = tmp_path / "sentence-transformers"
     entries = read_json(folder / "modules.json")
     assert [entry["type"].rpartition(".")[2] for entry in entries] == modules
@@ -149,7 +151,7 @@ def test_a_tokenizer_that_transformers_4_reads(checkpoint: Path, tmp_path: Path)
     job.context.processor = transformers.PreTrainedTokenizerFast(
         tokenizer_file=file, pad_token="[PAD]", unk_token="[UNK]", additional_special_tokens=["the"]
     )
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     settings = read_json(tmp_path / "optimum" / "tokenizer_config.json")
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["additional_special_tokens"] == ["the"]
@@ -158,9 +160,56 @@ def test_a_tokenizer_that_transformers_4_reads(checkpoint: Path, tmp_path: Path)
     assert again("the film").input_ids == job.context.processor("the film").input_ids
 
 
+def test_an_empty_cache_of_the_browser(checkpoint: Path, tmp_path: Path) -> None:
+    """transformers.js knows the batch dimension of a cache by its name; other layouts and graphs keep theirs."""
+    job = job_of(checkpoint, tmp_path, "text-generation-with-past", "onnxruntime", "onnx", "transformers-js")
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
+    plain, other = tmp_path / "onnx" / "model.onnx", "onnx/model_quantized.onnx"
+    assert plain.samefile(tmp_path / "transformers-js" / other)
+    shutil.rmtree(tmp_path / "onnx")
+    shutil.rmtree(tmp_path / "transformers-js")
+    model = onnx.load(tmp_path / "model.onnx")
+    model.graph.input[0].name = model.graph.node[0].input[0] = "past_key_values.0.key"
+    onnx.save(model, tmp_path / "model.onnx")
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
+    sizes = [read_signature(path).inputs[0].shape for path in (plain, tmp_path / "transformers-js" / other)]
+    assert sizes == [("batch", 4), ("batch_size", 4)]
+
+
+PARTS = ("encoder_model", "decoder_model", "decoder_with_past_model")
+
+
+@pytest.mark.parametrize(
+    ("backend", "plain", "expected"),
+    [
+        ("openvino", "openvino", {f"openvino/{part}.{suffix}" for part in PARTS for suffix in ("xml", "bin")}),
+        ("onnxruntime", "onnx", {f"onnx/{part}.onnx" for part in PARTS}),
+    ],
+)
+def test_the_files_of_an_encoder_decoder(
+    checkpoint: Path, tmp_path: Path, backend: str, plain: str, expected: set[str]
+) -> None:
+    """The ONNX files of several graphs lie in the folder of the layout ``onnx`` from the start."""
+    job = job_of(checkpoint, tmp_path, "text-to-text", backend, plain, "optimum")
+    job.model.generation_config = transformers.GenerationConfig(num_beams=3)
+    (tmp_path / "onnx").mkdir()
+    graphs = {part: write_onnx(tmp_path / "onnx" / f"{part}.onnx") for part in PARTS}
+    check_layouts(job)
+    write_layouts(job, graphs, quantized=True)
+    start = "openvino_" if backend == "openvino" else ""
+    optimum = {f"optimum/{start}{Path(path).name}" for path in expected} | {f"optimum/{name}" for name in HUB}
+    sources = {f"onnx/{part}.onnx" for part in PARTS}
+    assert written(tmp_path) == expected | optimum | sources | {"optimum/generation_config.json"}
+    assert read_json(tmp_path / "optimum" / "generation_config.json")["num_beams"] == 3
+    with pytest.raises(QuantizerError, match="is a layout for another client, without an engine"):
+        quantizer.load_converted(tmp_path / "optimum")
+    for path in sorted(expected):
+        assert (tmp_path / path).samefile(tmp_path / "optimum" / f"{start}{Path(path).name}")
+
+
 def test_layouts_share_their_weights(checkpoint: Path, tmp_path: Path) -> None:
     job = job_of(checkpoint, tmp_path, "sentence-similarity", "openvino", "openvino", "optimum")
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     for suffix in ("xml", "bin"):
         assert (tmp_path / f"openvino/model.{suffix}").samefile(tmp_path / f"optimum/openvino_model.{suffix}")
 
@@ -172,7 +221,7 @@ def test_prompts_go_along(checkpoint: Path, tmp_path: Path) -> None:
     prompts = {"prompts": {"query": "q: ", "passage": "p: ", "": ""}, "default_prompt_name": "query"}
     (source / "config_sentence_transformers.json").write_text(json.dumps({**prompts, "similarity_fn_name": "dot"}))
     job.model.sentence_pooling = SentencePooling(("cls",), normalize=True, include_prompt=False)
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     folder = tmp_path / "sentence-transformers"
     assert read_json(folder / "config_sentence_transformers.json") == {**prompts, "similarity_fn_name": "cosine"}
     assert read_json(folder / "1_Pooling" / "config.json")["include_prompt"] is False
@@ -206,7 +255,7 @@ def test_the_weights_of_the_quantized_model(checkpoint: Path, tmp_path: Path) ->
     with_weights(job, exclude={"names": ["**.query"]})
     # They do not depend on the sizes of the engine.
     job.only_sizes = ({"batch": 1},)
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     config = read_json(tmp_path / "compressed-tensors" / "config.json")["quantization_config"]
     assert config["format"] == "int-quantized"
     assert config["ignore"] == ["encoder.layer.0.attention.self.query"]
@@ -218,7 +267,7 @@ def test_layers_that_stay_in_floating_point_are_named(checkpoint: Path, tmp_path
         checkpoint, tmp_path, "fill-mask", "torch", "compressed-tensors", timer=SimpleNamespace(say=said.append)
     )
     with_weights(job, activations={"smoothquant_alpha": 0.5})
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     (message,) = said
     assert "'compressed-tensors' keeps" in message or "no quantized linear layer can be expressed" in message
     assert "factors of SmoothQuant or AWQ, which the format does not have" in message
@@ -295,7 +344,7 @@ def test_the_card_of_each_layout(checkpoint: Path, tmp_path: Path, monkeypatch: 
     layouts = ["onnx", "optimum", "transformers-js", "compressed-tensors", "sentence-transformers"]
     job = job_of(checkpoint, tmp_path, "sequence-classification", "onnxruntime", *layouts)
     with_weights(job)
-    write_layouts(job, tmp_path / "model.onnx", quantized=False)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=False)
     shutil.rmtree(tmp_path / "sentence-transformers")
     write_layout_cards(job, None, quantized=False)  # type: ignore[arg-type]
     assert {layout: (library, of) for layout, (library, _, of) in written_cards.items()} == {
@@ -337,6 +386,10 @@ def run_of(task: str, backend: str | list[str], *layouts: str, **quantizer: Any)
             "deliver: 'optimum' has no class for task 'depth-estimation' with backend openvino; remove it, or use one",
         ),
         (
+            run_of("text-to-text", "onnxruntime", "transformers-js"),
+            "deliver: 'transformers-js' has no class for task 'text-to-text' with backend onnxruntime; remove it, or",
+        ),
+        (
             run_of("fill-mask", "openvino", "compressed-tensors").model_copy(update={"quantize": False}),
             "deliver: 'compressed-tensors' holds a quantized model, but quantize is false; remove it",
         ),
@@ -344,7 +397,6 @@ def run_of(task: str, backend: str | list[str], *layouts: str, **quantizer: Any)
             run_of("multiple-choice", "auto", "compressed-tensors"),
             "deliver: 'compressed-tensors' has no class for task 'multiple-choice' with backend auto; remove it",
         ),
-        (run_of("text-to-text", "openvino", "openvino"), "a model of task 'text-to-text' has several; remove it"),
         (
             run_of("fill-mask", "onnxruntime", "transformers-js", activations={"ranges": "dynamic"}),
             "deliver: 'transformers-js' needs ranges from calibration, but activations are 'dynamic'; remove one",
@@ -359,6 +411,8 @@ def test_a_layout_that_does_not_exist(config: RunConfig, said: str) -> None:
 def test_a_layout_that_exists() -> None:
     check_run(run_of("sequence-classification", ["openvino", "onnxruntime"], "optimum", "sentence-transformers"))
     check_run(run_of("depth-estimation", "openvino", "openvino", "triton"))
+    check_run(run_of("speech-to-text", ["openvino", "onnxruntime"], "optimum"))
+    check_run(run_of("text-generation-with-past", "onnxruntime", "onnx", "optimum", "transformers-js"))
 
 
 def test_an_unknown_layout() -> None:
@@ -477,7 +531,7 @@ def test_an_engine_for_some_sizes_has_no_layouts(checkpoint: Path, tmp_path: Pat
     said: list[str] = []
     timer = SimpleNamespace(say=said.append)
     job = job_of(checkpoint, tmp_path, "fill-mask", "openvino", "openvino", only_sizes=({"batch": 1},), timer=timer)
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     assert said == ["warning: deliver: 'openvino' is not written, because the engine accepts only some sizes"]
     assert written(tmp_path) == set()
 
@@ -488,7 +542,7 @@ def test_a_layout_is_not_loaded_as_an_engine(checkpoint: Path, tmp_path: Path, l
     job = job_of(checkpoint, tmp_path, "sequence-classification", backend, layout)
     if layout == "compressed-tensors":
         with_weights(job)
-    write_layouts(job, tmp_path / "model.onnx", quantized=True)
+    write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=True)
     for load in (quantizer.load, quantizer.load_converted):
         with pytest.raises(QuantizerError, match=rf"{layout} is a layout for another client, without an engine; load"):
             load(tmp_path / layout)

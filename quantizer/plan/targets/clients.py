@@ -11,15 +11,17 @@ class Layout:
     """A layout that a backend writes: a folder that a client loads without this package.
 
     Attributes:
-        file: the graph in the folder.
+        file: the file of a graph in the folder; ``{graph}`` is the name of the graph, ``model`` if there is one alone.
         classes: the class or pipeline of the client by task; empty if it takes the graph of any task.
         unmasked: the tasks whose class passes no attention mask.
+        dimensions: other names of the dimensions of a graph with a cache, from which the client makes an empty one.
         static: whether ranges at run time are left out: in a browser, DynamicQuantizeLinear is far slower.
     """
 
     file: str
     classes: Mapping[str, str] = field(default_factory=dict)
     unmasked: frozenset[str] = frozenset()
+    dimensions: Mapping[str, str] = field(default_factory=dict)
     static: bool = False
 
 
@@ -41,6 +43,10 @@ OPTIMUM = {
     "retrieval": "FeatureExtraction",
     "sentence-similarity": "FeatureExtraction",
     "sequence-classification": "SequenceClassification",
+    "speech-to-text": "SpeechSeq2Seq",
+    "text-generation": "CausalLM",
+    "text-generation-with-past": "CausalLM",
+    "text-to-text": "Seq2SeqLM",
     "token-classification": "TokenClassification",
 }
 """Ends of the classes that Optimum has for all of its libraries."""
@@ -53,6 +59,7 @@ PIPELINES = {
     "retrieval": "feature-extraction",
     "sentence-similarity": "feature-extraction",
     "sequence-classification": "text-classification",
+    "text-generation-with-past": "text-generation",
     "token-classification": "token-classification",
 }
 """Pipelines of transformers.js."""

@@ -72,10 +72,12 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
             },
         ),
         layouts={
-            "onnx": Layout("model.onnx"),
-            "sentence-transformers": Layout("onnx/model.onnx", SENTENCES),
-            "optimum": Layout("model.onnx", optimum_classes("ORT", **_ONNX_ALONE), unmasked=_UNMASKED),
-            "transformers-js": Layout("onnx/model_quantized.onnx", PIPELINES, static=True),
+            "onnx": Layout("{graph}.onnx"),
+            "sentence-transformers": Layout("onnx/{graph}.onnx", SENTENCES),
+            "optimum": Layout("{graph}.onnx", optimum_classes("ORT", **_ONNX_ALONE), unmasked=_UNMASKED),
+            "transformers-js": Layout(
+                "onnx/{graph}_quantized.onnx", PIPELINES, dimensions={"batch": "batch_size"}, static=True
+            ),
         },
     )
 )

@@ -107,9 +107,9 @@ OPENVINO = profiles.add("openvino")(
             ),
         ),
         layouts={
-            "openvino": Layout("model.xml"),
-            "sentence-transformers": Layout("openvino/openvino_model.xml", SENTENCES),
-            "optimum": Layout("openvino_model.xml", optimum_classes("OV")),
+            "openvino": Layout("{graph}.xml"),
+            "sentence-transformers": Layout("openvino/openvino_{graph}.xml", SENTENCES),
+            "optimum": Layout("openvino_{graph}.xml", optimum_classes("OV")),
         },
     )
 )
