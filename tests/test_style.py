@@ -18,7 +18,15 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Where numbers of a format could be spelled out: there they come from numerics/formats.py.
 NUMERIC = (*("numerics", "rewrite", "proxy", "observe", "plan", "algorithms", "export", "check"),)
 # An exponent of float32; the columns of a batch; the seven bits of a byte of a varint; the neighbours of a block.
-NO_FORMAT = ("histograms.py", "calibrators.py", "weight_codes.py", "gptq.py", "onnx_storage.py", "openvino.py")
+NO_FORMAT = (
+    "tiles.py",
+    "histograms.py",
+    "calibrators.py",
+    "weight_codes.py",
+    "gptq.py",
+    "onnx_storage.py",
+    "openvino.py",
+)
 LIMITS = {127, -127, 128, -128, 255, 448, 127.5}
 
 # Words that ruff's D401 does not know; it leaves out properties, and reads no docstring of a class or module.

@@ -10,10 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quantizer.numerics.formats import FP8, INT8
+
 _TIES_TO_EVEN = tl.constexpr(12582912.0)
 """1.5 times 2^23: the sum with a float32 below 2^22 has no digits after the point, so it is rounded."""
 
-_LARGEST_FP8 = tl.constexpr(448.0)
+_LEAST_INT8, _LARGEST_INT8, _LARGEST_FP8 = (tl.constexpr(float(limit)) for limit in (INT8.qmin, INT8.qmax, FP8.qmax))
 
 _SMALLEST_FP8 = tl.constexpr(2.0**-6)
 """The smallest normal number of FP8; below it, numbers are multiples of 2^-9."""
@@ -56,7 +58,7 @@ def quantized(value, scale, KIND: tl.constexpr):
     ratio = tl.where(scale == 0.0, 0.0, tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)))
     if KIND == "int8":
         ratio = tl.where(ratio == ratio, ratio, 0.0)
-        limited = tl.minimum(tl.maximum(ratio, -128.0), 127.0)
+        limited = tl.minimum(tl.maximum(ratio, _LEAST_INT8), _LARGEST_INT8)
         codes = ((limited + _TIES_TO_EVEN) - _TIES_TO_EVEN).to(tl.int8)
     else:
         limited = tl.where(ratio == ratio, tl.minimum(tl.maximum(ratio, -_LARGEST_FP8), _LARGEST_FP8), ratio)

@@ -26,7 +26,7 @@ from quantizer.numerics.triton_kernels.tiles import Tile
 
 @dataclass(frozen=True, kw_only=True)
 class Epilogue:
-    """What follows a product in the same kernel.
+    """The operations after a product in the same kernel.
 
     Attributes:
         activation: ``none``, ``relu``, ``gelu``, ``gelu_tanh`` or ``silu``.

@@ -1,4 +1,4 @@
-"""What the kernels compute, in operations of torch: for tests, and where a kernel does not compile."""
+"""References of the kernels in operations of torch, for tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from quantizer.numerics.formats import FP8, INT8
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda value: value,
@@ -17,15 +19,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """The activations by name, of float32 values."""
 
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
 
 def quantized(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the codes of float32 values in int8 or float8_e4m3fn."""
     ratio = torch.where(scale == 0, torch.zeros(()), value / torch.where(scale == 0, torch.ones(()), scale))
     if dtype == torch.int8:
-        return ratio.nan_to_num(0.0, torch.inf, -torch.inf).clamp(-128, 127).round().to(torch.int8)
-    return ratio.clamp(-_LARGEST, _LARGEST).to(dtype)
+        return ratio.nan_to_num(0.0, torch.inf, -torch.inf).clamp(INT8.qmin, INT8.qmax).round().to(torch.int8)
+    return ratio.clamp(FP8.qmin, FP8.qmax).to(dtype)
 
 
 def linear(
