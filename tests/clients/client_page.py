@@ -24,7 +24,7 @@ are tiny random ones. A cell contains two figures:
 2. **Time** of a call of the client, relative to a call of our engine. It is the ratio of the medians of {calls}
    interleaved calls. Our engine has one thread; the client has a process of its own on one CPU core. A call of such a
    tiny model takes a millisecond or less, so the ratio shows what a client adds to each call, and not the speed of the
-   runtime.
+   runtime. Other load on the machine, as in the last run, changes it by several times.
 
 The models of `retrieval` and `embedding-classification` are written like those of `sentence-similarity`.
 """
