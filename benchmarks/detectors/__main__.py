@@ -14,6 +14,7 @@ each in interleaved rounds, with batches of 1 and 8.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -161,8 +162,9 @@ def _converted(detector: Detector, model: nn.Module, backend: str, folder: Path,
     command += ["--task", "object-detection", "--quantization", "--backend", backend, "--output", str(folder / "made")]
     command += [word for option, path in data.items() for word in (f"--{option}", str(path))]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    record = json.loads((folder / "made" / "report.json").read_text())
-    return Made(lambda: _in_torch(quantizer.load(folder / "made")), note=str(record.get("scores")))
+    made = folder / "made" / backend
+    record = json.loads((made / "report.json").read_text())
+    return Made(lambda: _in_torch(quantizer.load(made)), note=str(record.get("scores")))
 
 
 def _made(tool: str, name: str, subject: Subject, folder: Path, number: int) -> Made:
@@ -254,7 +256,7 @@ def _speed_ups(runs: dict[str, Run], batch: Batch, rounds: int) -> dict[str, flo
     calls: dict[str, Callable[[], object]] = {name: partial(run, batch) for name, run in runs.items()}
     taken = interleaved_latency(calls, rounds=rounds, warmup=2)
     least = {name: min(seconds) for name, seconds in taken.items()}
-    fastest = min(least[name] for name in _FLOAT if name in least)
+    fastest = min((least[name] for name in _FLOAT if name in least), default=math.nan)
     return {name: fastest / value for name, value in least.items()}
 
 

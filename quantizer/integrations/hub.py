@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError
+
 from quantizer.errors import MissingDependencyError, QuantizerError
 from quantizer.plan.targets import profiles
 from quantizer.plan.targets.clients import OF_ANY_BACKEND
@@ -65,12 +67,12 @@ def push_to_hub(
         )
     try:
         _ = ModelCard.load(path / _CARD, ignore_metadata_errors=False).data.to_dict()
-    except ValueError as error:
+    except (ValueError, YAMLError) as error:
         raise QuantizerError(f"{path / _CARD} has metadata that the hub rejects: {error}; correct it") from error
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
         raise QuantizerError(f"repo_id {repo_id!r} is not a repository of the hub; expected OWNER/NAME")
     token = token or get_token()
-    if token is None:
+    if api is None and token is None:
         raise QuantizerError(
             f"no token for the hub: {repo_id} cannot be written without one; run `hf auth login`, set HF_TOKEN, or "
             "pass token=..., from https://huggingface.co/settings/tokens, with write access"
@@ -78,12 +80,14 @@ def push_to_hub(
     api = HfApi(token=token) if api is None else api
     try:
         address = api.create_repo(repo_id, private=private, exist_ok=True)
-        inside = [f"{name}/**" for name in _LAYOUTS] if path.name not in _LAYOUTS else []
+        # A folder of an engine may have the name of a layout, such as OUT/openvino.
+        is_layout = path.name in _LAYOUTS and not any(path.glob("*.engine"))
+        inside = [] if is_layout else [f"{name}/**" for name in _LAYOUTS]
         api.upload_folder(
             repo_id=repo_id, folder_path=path, ignore_patterns=inside, commit_message=f"Upload {path.name}"
         )
         for name in _PROCESSORS:
-            if path.name in _BARE and is_folder(path.parent / name):
+            if is_layout and path.name in _BARE and is_folder(path.parent / name):
                 api.upload_folder(
                     repo_id=repo_id,
                     folder_path=path.parent / name,
@@ -93,5 +97,9 @@ def push_to_hub(
     except (HfHubHTTPError, HFValidationError) as error:
         raise QuantizerError(
             f"the hub refused {repo_id}: {error}; check that the token may write there, or name another repository"
+        ) from error
+    except OSError as error:
+        raise QuantizerError(
+            f"the hub cannot be reached for {repo_id}: {error}; check the network, and that HF_HUB_OFFLINE is not set"
         ) from error
     return str(address)

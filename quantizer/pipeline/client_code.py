@@ -163,6 +163,9 @@ def client_code(layout: str, backend: str, task: str, folder: str, *, quantized:
     suffix = Path(known.file).suffix
     graph, file = GRAPH_CLIENTS[suffix], known.file.format(graph=QUANTIZED_STEM)
     if not known.classes:
+        if task == "text-generation-with-past":
+            # A call needs an empty cache, whose sizes depend on the model.
+            return None
         dtype = "int64" if kind.reads == "text" else "float32"
         code = {".xml": _OPENVINO, ".onnx": _ONNX}[suffix].format(**values, dtype=dtype)
         return _python(graph.library, f"`{graph.package}` and `transformers`", code)

@@ -115,6 +115,7 @@ def _rename_dimensions(path: Path, names: Mapping[str, str]) -> None:
         for size in value.type.tensor_type.shape.dim:
             if size.dim_param in names:
                 size.dim_param = names[size.dim_param]
+    # It is a link to the file of another layout.
     path.unlink()
     path.write_bytes(model.SerializeToString())
 
@@ -130,6 +131,7 @@ def _write_weights(job: Job, name: str) -> None:
         job.timer.say(f"warning: deliver: {error}; it is not written")
         return
     save_processor(job.context.processor, model.config, folder)
+    _adapt_tokenizer(folder / "tokenizer_config.json")
     checkpoint.save(model, folder)
     left = {path: reason for path, reason in checkpoint.left.items() if plan[path].kind == "linear"}
     if left:

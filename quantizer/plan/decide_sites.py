@@ -220,6 +220,10 @@ def _refusal(
         return next((why for why in reasons if ReasonCode.of(why) is ReasonCode.TRANSFORMED), reasons[0]), None
     if record.left is not None:
         return record.left, None
+    if record.width == 1 and any(operand.softmax for operand in record.operands.values()):
+        # Rounded to 8 bits, it costs YOLO11n 0.9 points of mAP, for 0.02% of the multiply-adds; see
+        # benchmarks/results/detectors.md.
+        return ReasonCode.EXPECTED_VALUE.text(), None
     follows_convolution = settings.profile.quantizes_outputs and (
         kind == "output" or (kind == "residual_add" and record.follows)
     )

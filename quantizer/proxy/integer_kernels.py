@@ -381,11 +381,16 @@ class Activation:
             x = self._quantizer.multiplied(x)
         return (x / self._step).clamp(self._kind.qmin, self._kind.qmax), self._step
 
-    def stored_codes(self, x: Tensor) -> tuple[Tensor, int]:
-        """Return INT8 or FP8 codes of float32 values with a fixed range, and their zero point."""
+    def stored_codes(self, x: Tensor) -> Tensor:
+        """Return INT8 or FP8 values of float32 ones with a fixed range."""
         if self._kind.is_float:
-            return self.floating(x)[0].to(self._kind.storage), 0
-        return self.fusible(x, signed=True)[0], self._point + self._to_signed
+            return self.floating(x)[0].to(self._kind.storage)
+        return self.fusible(x, signed=True)[0]
+
+    @property
+    def stored_point(self) -> int:
+        """The zero point of ``stored_codes``."""
+        return 0 if self._kind.is_float else self._point + self._to_signed
 
     @property
     def step(self) -> float:

@@ -73,12 +73,15 @@ class _Contents:
         values = container.values() if isinstance(container, dict) else container
         nested = [_saved(value, depth + 1) for value in values] if len(container) <= _LONGEST_NESTED else []
         inside = tuple(value for value in nested if isinstance(value, _Copy | _Contents))
-        return cls(container, copy.copy(container), inside)
+        return cls(container, container if isinstance(container, tuple) else copy.copy(container), inside)
 
     def restore(self) -> Any:
         for value in self.inside:
             value.restore()
         now, before = self.container, self.before
+        if now is before:
+            # A tuple, which cannot change.
+            return now
         if len(now) != len(before) or not all(map(operator.is_, _members(now), _members(before))):
             now.clear()
             now.extend(before) if isinstance(now, list | deque) else now.update(before)

@@ -7,26 +7,32 @@ The kernel is an operator of torch, so that a compiled graph contains it. A zero
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from quantizer.proxy.integer_kernels import Activation, ActivationProduct, Window
+from quantizer.proxy.integer_kernels import Activation, ActivationProduct, Kernel, Window
 
 _NAME = "quantizer::triton_linear"
 
-torch.library.define(_NAME, "(Tensor codes, Tensor weight, float s, Tensor t, Tensor? bias, ScalarType out) -> Tensor")
+torch.library.define(_NAME, "(Tensor codes, Tensor weight, Tensor scales, Tensor? bias, ScalarType out) -> Tensor")
 
 
 @torch.library.impl(_NAME, ("CPU", "CUDA"))
-def _linear(codes: Tensor, weight: Tensor, s: float, t: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
+def _linear(codes: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
     # Triton is imported only where its kernels run.
     from quantizer.numerics.triton_kernels.products import Epilogue, linear
     from quantizer.numerics.triton_kernels.tiles import first_tile
 
-    return linear(codes, weight, s, t, bias, None, None, Epilogue(dtype=out), first_tile(len(codes)))
+    # Triton launches on the current device.
+    device_of: Any = torch.cuda.device_of
+    with device_of(codes):
+        return linear(codes, weight, 1.0, scales, bias, None, None, Epilogue(dtype=out), first_tile(len(codes)))
 
 
-def _without_data(codes: Tensor, weight: Tensor, s: float, t: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
+def _without_data(codes: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
     return codes.new_empty((len(codes), len(weight)), dtype=out)
 
 
@@ -45,15 +51,28 @@ class TritonLinear(ActivationProduct):
     name = _NAME
 
     def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
-        self._weight, self._scales, self._activation = weight, scales, activation
-        self._sums = weight.float().sum(1) * scales
+        self._weight, self._weight_scales = weight, scales
+        self._set(activation)
+
+    def _set(self, activation: Activation) -> None:
+        # Tensors, because numbers would be constants of a compiled graph: one graph for each layer.
+        self._activation, self._scales = activation, self._weight_scales * activation.step
+        point = activation.stored_point
+        self._shift = None if point == 0 else self._weight.float().sum(1) * self._scales * -point
+
+    def of_calls(self, number: int) -> list[Kernel]:
+        """Return kernels with the ranges of the first ``number`` calls."""
+        kernels: list[Kernel] = []
+        for call in range(number):
+            kernel = copy.copy(self)
+            kernel._set(self._activation.of_call(call))
+            kernels.append(kernel)
+        return kernels
 
     def __call__(self, x: Tensor, bias: Tensor | None, window: Window, out: torch.dtype = torch.float32) -> Tensor:
-        codes, shift = self._activation.stored_codes(x)
-        step = self._activation.step
-        if shift:
-            moved = self._sums * (-step * shift)
-            bias = moved if bias is None else bias + moved
+        codes = self._activation.stored_codes(x)
+        if self._shift is not None:
+            bias = self._shift if bias is None else bias + self._shift
         flat = codes.reshape(-1, codes.shape[-1]).contiguous()
-        result: Tensor = torch.ops.quantizer.triton_linear(flat, self._weight, step, self._scales, bias, out)
+        result: Tensor = torch.ops.quantizer.triton_linear(flat, self._weight, self._scales, bias, out)
         return result.reshape(*x.shape[:-1], len(self._weight))

@@ -294,7 +294,6 @@ def _transformers_js(before: str = "", after: str = "", device: str = "") -> Cal
     return code
 
 
-_in_wasm = _transformers_js(_WASM, _WASM_FILES, _WASM_DEVICE)
 _ONE_GRAPH = tuple(task for task, case in CASES.items() if case.graphs == 1)
 _THREAD = "ort.env.wasm.numThreads = 1;\n"
 

@@ -64,10 +64,10 @@ def converted(tmp_path: Path) -> Path:
     names += ["openvino/README.md", "openvino/model.xml", "optimum/README.md", "optimum/tokenizer.json"]
     names += ["compressed-tensors/README.md", "compressed-tensors/model.safetensors"]
     for name in names:
-        path = tmp_path / "converted" / name
+        path = tmp_path / "openvino" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(CARD if path.name == "README.md" else name, encoding="utf-8")
-    return tmp_path / "converted"
+    return tmp_path / "openvino"
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_a_missing_token(converted: Path, tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(
         QuantizerError, match=r"no token for the hub: me/m cannot .*; run `hf auth login`, set HF_TOKEN"
     ):
-        push_to_hub(converted, "me/m", api=hub)
-    assert not hub.place.exists()
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+        push_to_hub(converted, "me/m")
+    # An api of the caller has its own token.
     push_to_hub(converted, "me/m", api=hub)
+    assert (hub.place / "me/m/README.md").exists()
 
 
 def test_a_folder_without_a_card(converted: Path, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_folder_without_a_card(converted: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_card(converted: Path, tmp_path: Path) -> None:
     text = "---\nmodel-index:\n- results: [{task: {type: t}}]\n---\n"
-    for damaged in ("---\n- a list\n---\n", text):
+    for damaged in ("---\n- a list\n---\n", "---\na: [\n---\n", text):
         (converted / "README.md").write_text(damaged, encoding="utf-8")
         with pytest.raises(QuantizerError, match=r"README\.md has metadata that the hub rejects: "):
             push_to_hub(converted, "me/m", token="hf_x", api=Hub(tmp_path / "hub"))

@@ -449,12 +449,15 @@ def test_a_table_of_a_model_in_half_precision_gives_rows_in_it() -> None:
     assert sqnr_db(held(ids).float(), lowered(ids)) > 35
 
 
+@pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("config", [{}, {"backend": "tensorrt", "formats": [FP8]}], ids=["int8", "fp8"])
-def test_blocks_with_other_ranges_share_one_compilation(config: dict[str, Any]) -> None:
+def test_blocks_with_other_ranges_share_one_compilation(config: dict[str, Any], triton: bool) -> None:
+    if triton:
+        pytest.importorskip("triton", reason="kernels need enginequant[triton]")
     counter = CompileCounter()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))).eval()
     q = calibrated(model, rows(), **config)
-    lowered, expected = lower(q.quantize(model), Lowering(kernels="cuda")), q.quantize(model)(rows(1))
+    lowered, expected = lower(q.quantize(model), Lowering(kernels="cuda", triton=triton)), q.quantize(model)(rows(1))
     assert len({float(site.quantizer(0).scale) for site in sites_of(lowered)}) == 4
     for block in lowered:
         block.compile(backend=counter)

@@ -1,8 +1,8 @@
 """Products and what follows them in one kernel, against operations of torch; sizes are no multiples of a tile.
 
-Results in INT8 are equal bit for bit. Those in FP8 and float16 are at most one step of their type apart, because
-``exp`` and ``erf`` are not those of torch, and those in bfloat16 because the interpreter truncates. Of FP8 operands,
-torch sums the products in another order: float16 and bfloat16 are within 1%.
+Results in INT8 are equal bit for bit. Where ``exp`` and ``erf`` are not those of torch, they are at most one step
+apart, as those in FP8 and float16 are, and those in bfloat16, which the interpreter truncates. Of FP8 operands, torch
+sums the products in another order: float16 and bfloat16 are within 1%.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def test_every_activation_and_result_of_int8(size: tuple[int, int, int]) -> None
     for activation, result in itertools.product(reference.ACTIVATIONS, (torch.float16, torch.bfloat16, INT8, FP8)):
         found, expected = _both(size, INT8, result, activation)
         assert found.dtype == result
-        assert steps(found, expected) <= (0 if result == INT8 else 1), (activation, result)
+        is_exact = result == INT8 and activation in ("none", "relu")
+        assert steps(found, expected) <= (0 if is_exact else 1), (activation, result)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -88,7 +89,7 @@ def test_several_results_with_their_own_scales(result: torch.dtype) -> None:
 
 
 def test_int8_sums_are_exact() -> None:
-    """The largest sum of 300 products, where float32 would still be exact, and one that needs 32 bits."""
+    """The largest possible sum of 300 products."""
     k = 300
     a, w = torch.full((2, k), -128, dtype=INT8), torch.full((3, k), -128, dtype=INT8)
     ones = torch.ones(3)

@@ -30,7 +30,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def activated(value, ACTIVATION: tl.constexpr):
     """Return the activation of float32 values."""
     if ACTIVATION == "relu":
-        value = tl.maximum(value, 0.0)
+        value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "gelu":
         value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":

@@ -249,7 +249,7 @@ def embedding_norm(
     return Normed(*results)
 
 
-_ONE_WARP = 1024
+_FOUR_WARPS = 1024
 """The values of a row for which four warps are enough."""
 
 
@@ -274,5 +274,5 @@ def _results(
         "WRITES_VALUE": value,
         "KIND": "none" if codes is None else "int8" if codes == torch.int8 else "fp8",
         "BLOCK": block,
-        "num_warps": 4 if block <= _ONE_WARP else 8,
+        "num_warps": 4 if block <= _FOUR_WARPS else 8,
     }
