@@ -221,7 +221,7 @@ def _refusal(
     if record.left is not None:
         return record.left, None
     if record.width == 1 and any(operand.softmax for operand in record.operands.values()):
-        # Rounded to 8 bits, it costs YOLO11n 0.9 points of mAP, for 0.02% of the multiply-adds; see
+        # Rounded to 8 bits, it costs YOLO11n 0.6 points of mAP, for 0.02% of the multiply-adds; see
         # benchmarks/results/detectors.md.
         return ReasonCode.EXPECTED_VALUE.text(), None
     follows_convolution = settings.profile.quantizes_outputs and (
