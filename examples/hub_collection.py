@@ -54,15 +54,20 @@ class Entry:
 
 
 def layouts_of(task: str, backend: str) -> list[str]:
-    """Return the layouts that a backend writes for a task; those of any backend with the first one."""
-    found = []
-    for name in LAYOUTS:
-        layout = layout_of(name, backend)
-        if layout is None or (layout.classes and task not in layout.classes):
-            continue
-        if name not in OF_ANY_BACKEND or backend == BACKENDS[0]:
-            found.append(name)
-    return found
+    """Return the layouts that a backend writes for a task."""
+    layouts = {name: layout_of(name, backend) for name in LAYOUTS}
+    return [name for name, one in layouts.items() if one is not None and (not one.classes or task in one.classes)]
+
+
+def runs_of(task: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the name, the backend and the layouts of each conversion.
+
+    Layouts of any backend have one of their own, because they leave SmoothQuant out of the engine.
+    """
+    for backend in BACKENDS:
+        yield backend, backend, [name for name in layouts_of(task, backend) if name not in OF_ANY_BACKEND]
+    if weights := [name for name in layouts_of(task, BACKENDS[0]) if name in OF_ANY_BACKEND]:
+        yield "weights", BACKENDS[0], weights
 
 
 def convert(line: str, options: argparse.Namespace, words: list[str]) -> Iterator[Entry]:
@@ -75,9 +80,8 @@ def convert(line: str, options: argparse.Namespace, words: list[str]) -> Iterato
     if data is None:
         raise SystemExit(f"{source}: task {task} needs --{'images' if tasks[task].reads == 'image' else 'texts'}")
     name = model_name(source.rstrip("/").rpartition("/")[2])
-    for backend in BACKENDS:
-        layouts = layouts_of(task, backend)
-        output = options.output / f"{name}-{backend}"
+    for run, backend, layouts in runs_of(task):
+        output = options.output / f"{name}-{run}"
         given = ["-m", source, "--task", task, "--quantization", "--calibration", str(data), "--backend", backend]
         if quantizer_command(["convert", *given, "--deliver", *layouts, "-o", str(output), *words]) != 0:
             raise SystemExit(f"{source}: the conversion for {backend} failed; see above")
