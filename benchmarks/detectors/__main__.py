@@ -158,7 +158,7 @@ def _converted(detector: Detector, model: nn.Module, backend: str, folder: Path,
         "calibration": write_scenes(folder / "calibration", range(_CALIBRATION)),
         "evaluation": write_scenes(folder / "evaluation", range(_FIRST, _FIRST + number)),
     }
-    command = [sys.executable, "-m", "quantizer", "convert", "--model", str(folder / "checkpoint")]
+    command = [sys.executable, "-P", "-m", "quantizer", "convert", "--model", str(folder / "checkpoint")]
     command += ["--task", "object-detection", "--quantization", "--backend", backend, "--output", str(folder / "made")]
     command += [word for option, path in data.items() for word in (f"--{option}", str(path))]
     subprocess.run(command, check=True, stdout=sys.stderr)

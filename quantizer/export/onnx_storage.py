@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,19 @@ def write_onnx(ir_model: Any, path: Path) -> None:
         raise ExportError(f"{path}: onnx.checker refuses the graph: {error}") from error
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def rename_dimensions(path: Path, names: Mapping[str, str]) -> None:
+    """Give the dimensions of inputs and outputs other names, in a copy that replaces a link to an ONNX file."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    for value in (*model.graph.input, *model.graph.output):
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param in names:
+                size.dim_param = names[size.dim_param]
+    path.unlink()
+    path.write_bytes(model.SerializeToString())
 
 
 def _check(onnx: Any, file: Path) -> None:

@@ -10,6 +10,7 @@ from quantizer.config import ModelConfig
 from quantizer.config.layouts import layout_of
 from quantizer.engines import GraphWriter, backend
 from quantizer.errors import QuantizerError, TaskError
+from quantizer.export.onnx_storage import rename_dimensions
 from quantizer.export.qdq.structure import read_signature
 from quantizer.pipeline.client_code import client_code
 from quantizer.pipeline.job import Job
@@ -96,7 +97,7 @@ def _write_graph(job: Job, onnx: Path, path: Path, written: Path | None, dimensi
     if path.suffix == ".onnx":
         link_onnx(onnx, path)
         if dimensions and any(value.name.startswith(CACHE) for value in read_signature(onnx).inputs):
-            _rename_dimensions(path, dimensions)
+            rename_dimensions(path, dimensions)
     elif written is None:
         writer = backend(job.config.quantizer.backend)
         assert isinstance(writer, GraphWriter)
@@ -104,20 +105,6 @@ def _write_graph(job: Job, onnx: Path, path: Path, written: Path | None, dimensi
     else:
         for suffix in (".xml", ".bin"):
             link_file(written.with_suffix(suffix), path.with_suffix(suffix))
-
-
-def _rename_dimensions(path: Path, names: Mapping[str, str]) -> None:
-    """Give the dimensions of inputs and outputs other names, in a copy of the ONNX file that is linked to a path."""
-    import onnx
-
-    model = onnx.load(str(path), load_external_data=False)
-    for value in (*model.graph.input, *model.graph.output):
-        for size in value.type.tensor_type.shape.dim:
-            if size.dim_param in names:
-                size.dim_param = names[size.dim_param]
-    # It is a link to the file of another layout.
-    path.unlink()
-    path.write_bytes(model.SerializeToString())
 
 
 def _write_weights(job: Job, name: str) -> None:

@@ -30,6 +30,7 @@ from quantizer.plan.site_plan import OperandPlan, Plan, SitePlan
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.utils.files import whole_file
+from quantizer.utils.paths import is_file
 from quantizer.utils.plain_values import json_values
 
 METHOD = "compressed-tensors"
@@ -113,6 +114,8 @@ def _format(dtype: str) -> dict[str, Any]:
 
 def is_compressed(folder: Path) -> bool:
     """Return whether a folder is a checkpoint of this format."""
+    if not is_file(folder / _CONFIG):
+        return False
     try:
         document = json_values((folder / _CONFIG).read_bytes())
     except (OSError, ValueError):

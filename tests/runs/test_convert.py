@@ -505,7 +505,11 @@ def test_openvino_gives_what_our_engine_gives(place: Place, kind: str) -> None:
 def test_plain_runtimes_read_the_layouts(place: Place) -> None:
     """With no option of ours, except for the precision, which is OpenVINO's own choice."""
     served = {backend: place.done / backend for backend in BACKENDS}
-    assert {path.name for path in (served["openvino"] / "openvino").iterdir()} == {"model.xml", "model.bin"}
+    assert {path.name for path in (served["openvino"] / "openvino").iterdir()} == {
+        "model.xml",
+        "model.bin",
+        "README.md",
+    }
     assert not (served["openvino"] / "onnx").exists()
     assert not (served["onnxruntime"] / "openvino").exists()
     network = openvino_core().read_model(served["openvino"] / "openvino" / "model.xml")
