@@ -9,9 +9,9 @@ from typing import Any
 
 from yaml import YAMLError
 
+from quantizer.config.layouts import LAYOUTS
 from quantizer.errors import MissingDependencyError, QuantizerError
 from quantizer.plan.targets import profiles
-from quantizer.plan.targets.clients import OF_ANY_BACKEND
 from quantizer.utils.files import restore_folder
 from quantizer.utils.paths import is_file, is_folder
 
@@ -21,7 +21,6 @@ _BARE = frozenset(
     name for backend in profiles.names() for name, layout in profiles[backend].layouts.items() if not layout.classes
 )
 """Layouts of a graph alone, beside which clients load the tokenizer of the folder above."""
-_LAYOUTS = frozenset(name for backend in profiles.names() for name in profiles[backend].layouts) | set(OF_ANY_BACKEND)
 
 
 def push_to_hub(
@@ -81,8 +80,8 @@ def push_to_hub(
     try:
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         # A folder of an engine may have the name of a layout, such as OUT/openvino.
-        is_layout = path.name in _LAYOUTS and not any(path.glob("*.engine"))
-        inside = [] if is_layout else [f"{name}/**" for name in _LAYOUTS]
+        is_layout = path.name in LAYOUTS and not any(path.glob("*.engine"))
+        inside = [] if is_layout else [f"{name}/**" for name in LAYOUTS]
         api.upload_folder(
             repo_id=repo_id, folder_path=path, ignore_patterns=inside, commit_message=f"Upload {path.name}"
         )

@@ -7,10 +7,14 @@ every result becomes 0.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from quantizer.numerics.formats import FP8, INT8
+
+KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+"""The kind of a quantized result, for the kernels, by its type."""
 
 _TIES_TO_EVEN = tl.constexpr(12582912.0)
 """1.5 times 2^23: the sum with a float32 below 2^22 has no digits after the point, so it is rounded."""

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantizer.numerics.triton_kernels.arithmetic import quantized
+from quantizer.numerics.triton_kernels.arithmetic import KINDS, quantized
 
 
 class Normed(NamedTuple):
@@ -272,7 +272,7 @@ def _results(
         "HAS_BIAS": bias is not None,
         "WRITES_TOTAL": total,
         "WRITES_VALUE": value,
-        "KIND": "none" if codes is None else "int8" if codes == torch.int8 else "fp8",
+        "KIND": "none" if codes is None else KINDS[codes],
         "BLOCK": block,
         "num_warps": 4 if block <= _FOUR_WARPS else 8,
     }

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantizer.numerics.triton_kernels.arithmetic import activated, quantized
+from quantizer.numerics.triton_kernels.arithmetic import KINDS, activated, quantized
 from quantizer.numerics.triton_kernels.tiles import Tile
 
 
@@ -41,7 +41,7 @@ class Epilogue:
     @property
     def kind(self) -> str:
         """``int8``, ``fp8`` or ``float``."""
-        return {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(self.dtype, "float")
+        return KINDS.get(self.dtype, "float")
 
 
 @triton.jit
