@@ -659,6 +659,9 @@ def _sizes(engine: Engine, batch: Batch) -> dict[str, int] | None:
 LEAST_SAMPLES = 32
 """Minimum number of samples per size; with fewer, chance decides the result."""
 
+_LARGE_SAMPLE = 2**14
+"""Input values of a large sample, such as an image of 128 x 128."""
+
 Sizes = Sequence[int]
 
 
@@ -685,7 +688,7 @@ def checked_shapes(config: RunConfig) -> list[tuple[int, int]]:
 
 
 def check_batches(feed: Feed, samples: Sequence[Any], shapes: Sequence[tuple[int, int]]) -> list[Batch]:
-    """Return batches of each size, with at least ``LEAST_SAMPLES`` samples per size.
+    """Return batches of each size, with at least ``LEAST_SAMPLES`` samples per size; see ``_least``.
 
     Args:
         feed: makes the batches.
@@ -702,10 +705,19 @@ def check_batches(feed: Feed, samples: Sequence[Any], shapes: Sequence[tuple[int
     result = []
     has_lengths = _has_lengths(feed, samples, [sequence for _, sequence in shapes])
     for size, sequence in dict.fromkeys((size, sequence if has_lengths else shapes[0][1]) for size, sequence in shapes):
-        for start in range(0, LEAST_SAMPLES if samples else 1, size):
+        least = _least(result) if samples else 1
+        for start in range(0, least, size):
             turn = start % len(samples) if samples else 0
             result.append(feed.compared([*samples[turn:], *samples[:turn]], size, sequence))
     return result
+
+
+def _least(before: Sequence[Batch]) -> int:
+    """Return the number of samples to compare at one more size: half as many large ones, such as images."""
+    if not before:
+        return LEAST_SAMPLES
+    values = sum(value.numel() for value in before[0].values()) / _rows(before[0])
+    return LEAST_SAMPLES // 2 if values >= _LARGE_SAMPLE else LEAST_SAMPLES
 
 
 def _has_lengths(feed: Feed, samples: Sequence[Any], lengths: Sequence[int]) -> bool:
@@ -731,8 +743,8 @@ def _of_module(feed: ModuleFeed, batches: Sequence[Batch], sizes: Sequence[int])
             yield from group[: math.ceil(LEAST_SAMPLES / count)]
             continue
         pool = _joined(group[:LEAST_SAMPLES])
-        for size in sizes if group is most else sizes[:1]:
-            for start in range(0, LEAST_SAMPLES, size):
+        for place, size in enumerate(sizes if group is most else sizes[:1]):
+            for start in range(0, _least([pool] if place else []), size):
                 yield rows_at(pool, [(start + row) % _rows(pool) for row in range(size)])
 
 

@@ -62,6 +62,15 @@ def test_whole_batches_have_enough_samples_whatever_their_size() -> None:
     assert [len(batch["x"]) for batch in check_batches(ModuleFeed(batches), batches, [(20, 1)])] == [20, 20]
 
 
+def test_further_sizes_have_half_as_many_large_samples() -> None:
+    batches = [{"x": torch.zeros(16, 3, 128, 128)}] * 2
+    feed = ModuleFeed(batches)
+    feed.samples_independent = True
+    made = check_batches(feed, batches, [(16, 1), (1, 1), (4, 1)])
+    assert Counter(len(batch["x"]) for batch in made) == {16: 2, 1: 16, 4: 4}
+    assert [len(batch["x"]) for batch in made[:2]] == [16, 16]
+
+
 class _Texts(TextInputs):
     """Texts of a model with some positions, of the number of tokens that is asked for."""
 
