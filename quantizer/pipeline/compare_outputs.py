@@ -659,8 +659,8 @@ def _sizes(engine: Engine, batch: Batch) -> dict[str, int] | None:
 LEAST_SAMPLES = 32
 """Minimum number of samples per size; with fewer, chance decides the result."""
 
-_LARGE_SAMPLE = 2**14
-"""Input values of a large sample, such as an image of 128 x 128."""
+_LARGE_SAMPLE, _MANY_TOKENS = 2**14, 2**8
+"""Input values of a large sample, such as an image of 128 x 128, and tokens of a long text."""
 
 Sizes = Sequence[int]
 
@@ -705,19 +705,19 @@ def check_batches(feed: Feed, samples: Sequence[Any], shapes: Sequence[tuple[int
     result = []
     has_lengths = _has_lengths(feed, samples, [sequence for _, sequence in shapes])
     for size, sequence in dict.fromkeys((size, sequence if has_lengths else shapes[0][1]) for size, sequence in shapes):
-        least = _least(result) if samples else 1
+        least = _least(result, sequence if has_lengths else 0) if samples else 1
         for start in range(0, least, size):
             turn = start % len(samples) if samples else 0
             result.append(feed.compared([*samples[turn:], *samples[:turn]], size, sequence))
     return result
 
 
-def _least(before: Sequence[Batch]) -> int:
+def _least(before: Sequence[Batch], tokens: int = 0) -> int:
     """Return the number of samples to compare at one more size: half as many large ones, such as images."""
     if not before:
         return LEAST_SAMPLES
     values = sum(value.numel() for value in before[0].values()) / _rows(before[0])
-    return LEAST_SAMPLES // 2 if values >= _LARGE_SAMPLE else LEAST_SAMPLES
+    return LEAST_SAMPLES // 2 if values >= _LARGE_SAMPLE or tokens >= _MANY_TOKENS else LEAST_SAMPLES
 
 
 def _has_lengths(feed: Feed, samples: Sequence[Any], lengths: Sequence[int]) -> bool:

@@ -222,3 +222,10 @@ def test_each_batch_runs_with_a_range_of_its_own() -> None:
 def test_one_batch_of_each_size() -> None:
     found = reference_outputs(_Double(), _in_batches(4, 4, 2), ["y"])
     assert [len(reference.inputs["x"]) for reference in first_of_sizes(found)] == [4, 2, 1]
+
+
+def test_further_sizes_have_half_as_many_long_texts() -> None:
+    inputs: Any = _Texts(None)
+    feed: Any = SimpleNamespace(inputs=inputs, compared=lambda texts, *shape: inputs.filled(texts, *shape))
+    made = check_batches(feed, ["a text"] * LEAST_SAMPLES, [(8, 512), (1, 128), (4, 256)])
+    assert Counter(tuple(batch["input_ids"].shape) for batch in made) == {(8, 512): 4, (1, 128): 32, (4, 256): 4}
