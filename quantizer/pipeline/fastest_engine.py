@@ -381,6 +381,7 @@ class RoughTrials:
             return None
         if name not in self._slow:
             static, other = replace(variant, dynamic=False), next(iter(rivals))
+            timed = partial(too_slow, variant.name, rivals=rivals, batches=self._batches)
             trials: tuple[tuple[str, Callable[[], Engine], float], ...] = (
                 (f"the file of {other}", partial(self._borrow, static, other), SLOW),
                 ("max calibration", partial(self._make, static, calibrated), least),
@@ -389,7 +390,7 @@ class RoughTrials:
             for what, make, ratio in trials:
                 # A failing backend is tried with a good plan, which reports the error.
                 with suppress(*FAILURES):
-                    self._slow[name] = self._slow[name] or too_slow(what, make(), rivals, self._batches, ratio)
+                    self._slow[name] = self._slow[name] or timed(make(), least=ratio, what=what)
         return self._slow[name]
 
 
@@ -437,15 +438,14 @@ def rough_engine(
 
 
 def too_slow(
-    what: str, engine: Engine, rivals: Mapping[str, Engine], batches: Sequence[Batch], least: float
+    name: str, engine: Engine, rivals: Mapping[str, Engine], batches: Sequence[Batch], least: float, what: str
 ) -> str | None:
-    """Return why an engine, made with ``what``, cannot be the fastest; None if it may be."""
-    latencies = []
+    """Return why an engine that was made with ``what`` cannot be the fastest; None if it may be."""
+    engines, latencies = {**rivals, name: engine}, []
     for batch in batches:
-        contenders = {**rivals, "": engine}
-        calls = {key: partial(contender, engine_inputs(contender, batch)) for key, contender in contenders.items()}
+        calls = {key: partial(contender, engine_inputs(contender, batch)) for key, contender in engines.items()}
         latencies.append(undisturbed(interleaved_latency(calls, rounds=_ROUNDS, warmup=_WARMUP, seconds=_SECONDS)))
-    ratios = {key: geometric_mean(times[""] / times[key] for times in latencies) for key in rivals}
+    ratios = {key: geometric_mean(times[name] / times[key] for times in latencies) for key in rivals}
     best = max(rivals, key=lambda key: ratios[key])
     if ratios[best] < least:
         return None

@@ -123,15 +123,14 @@ def test_the_fastest_of_the_others_counts(taken: list[float], why: str | None, m
     left = list(taken)
 
     def given(calls: Mapping[str, Any], **_: Any) -> dict[str, list[float]]:
-        assert set(calls) == {"quick", "slow", ""}
-        return {"quick": [2.0], "slow": [9.0], "": [left.pop(0)]}
+        assert set(calls) == {"quick", "slow", "this"}
+        return {"quick": [2.0], "slow": [9.0], "this": [left.pop(0)]}
 
     monkeypatch.setattr(fastest_engine, "interleaved_latency", given)
     monkeypatch.setattr(fastest_engine, "engine_inputs", lambda engine, batch: batch)
     engine: Any = dict
-    found = fastest_engine.too_slow(
-        "max calibration", engine, {"quick": engine, "slow": engine}, [{}] * len(taken), 1.2
-    )
+    rivals = {"quick": engine, "slow": engine}
+    found = fastest_engine.too_slow("this", engine, rivals, [{}] * len(taken), 1.2, "max calibration")
     assert found == (None if why is None else f"with max calibration it takes {why}")
     assert not left
 

@@ -16,6 +16,7 @@ import quantizer.pipeline.time_groups as place_groups
 from quantizer.algorithms.sensitivity.latency_costs import GroupLatency, LatencyCosts
 from quantizer.cli.main import main
 from quantizer.engines import InputSizes
+from quantizer.model_session import ModelSession
 from quantizer.pipeline.latency_fallback import RunLatencyFallback
 from quantizer.pipeline.time_groups import EngineFiles, GroupTimer, Timing
 from quantizer.report import RunRecord, read_record
@@ -76,6 +77,25 @@ def test_slower_groups_fall_back_where_the_engine_is_faster(
     reasons = [row.reason for row in record.coverage if row.reason.startswith("slower in low precision")]
     # The group is the input of three linears.
     assert len(reasons) == 3 * back
+
+
+def test_a_trial_of_slower_groups_makes_no_other_plan(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases are corrected again only if the groups stay in float."""
+    _engines(monkeypatch, placed=995.0, low=1000.0)
+    planned: list[Any] = []
+    plan = ModelSession.plan
+
+    def counted(self: ModelSession, groups: Any = None, correction: Any = None) -> Any:
+        if groups:
+            planned.append(groups)
+        return plan(self, groups, correction)
+
+    monkeypatch.setattr(ModelSession, "plan", counted)
+    _run(asked)
+    assert not planned
+    _engines(monkeypatch, placed=900.0, low=1000.0)
+    _run(asked)
+    assert planned
 
 
 @pytest.mark.parametrize(
