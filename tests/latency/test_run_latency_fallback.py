@@ -79,23 +79,21 @@ def test_slower_groups_fall_back_where_the_engine_is_faster(
     assert len(reasons) == 3 * back
 
 
-def test_a_trial_of_slower_groups_makes_no_other_plan(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Biases are corrected again only if the groups stay in float."""
-    _engines(monkeypatch, placed=995.0, low=1000.0)
+@pytest.mark.parametrize(("placed", "plans"), [(995.0, False), (900.0, True)])
+def test_biases_are_corrected_again_only_if_groups_stay_in_float(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, placed: float, plans: bool
+) -> None:
+    _engines(monkeypatch, placed=placed, low=1000.0)
     planned: list[Any] = []
     plan = ModelSession.plan
 
     def counted(self: ModelSession, groups: Any = None, correction: Any = None) -> Any:
-        if groups:
-            planned.append(groups)
+        planned.append(groups)
         return plan(self, groups, correction)
 
     monkeypatch.setattr(ModelSession, "plan", counted)
     _run(asked)
-    assert not planned
-    _engines(monkeypatch, placed=900.0, low=1000.0)
-    _run(asked)
-    assert planned
+    assert any(planned) is plans
 
 
 @pytest.mark.parametrize(
