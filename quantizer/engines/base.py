@@ -289,7 +289,7 @@ class Backend(Protocol):
             path: file as in ``load``.
             threads: number of CPU threads.
             sizes: sizes of the dynamic dimensions of the inputs.
-            runs: number of runs for the median time of a layer.
+            runs: number of runs for the time of a layer.
             trust: as in ``load``.
 
         Raises:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from quantizer.utils.records import LOW_PRECISIONS, Inspection, Layer, PrecisionShare
 
 RUNS = 5
-"""Number of runs for the median time of a layer."""
+"""Number of runs for the time of a layer."""
 
 WARMUP = 2
 """Warmup runs, not counted."""
@@ -34,7 +34,12 @@ _READERS = {
 def run_note(shape: str, threads: int, runs: int = RUNS) -> str:
     """Return a sentence on how an engine was observed; ``shape`` is a text of ``InputSizes.words``."""
     threads_text = "1 thread" if threads == 1 else f"{threads} threads"
-    return f"seen in a run at {shape} with {threads_text}; times are the median of {runs} runs"
+    return f"seen in a run at {shape} with {threads_text}; times are the lower quartile of {runs} runs"
+
+
+def undisturbed_time(times: Sequence[float]) -> float:
+    """Return the lower quartile of times: other work on the machine only adds time, and seldom to most runs."""
+    return sorted(times)[(len(times) - 1) // 4]
 
 
 def is_product(layer: Layer) -> bool:

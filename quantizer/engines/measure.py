@@ -26,6 +26,7 @@ import numpy as np
 from quantizer.engines.backends import backend as registered
 from quantizer.engines.backends import build_engine, load_engine
 from quantizer.engines.base import USUAL_SIZES, Array, BuildOptions, BuildResult, Engine, InputSizes
+from quantizer.engines.inspection import undisturbed_time
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.export.qdq.onnx_file import TensorSpec
 from quantizer.plan.targets import profile
@@ -166,12 +167,8 @@ def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def undisturbed(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the lower quartile of each list of samples, in the samples' unit.
-
-    Other work on the machine only adds time, and seldom to a quarter of all rounds. So choices depend on it less than
-    with medians.
-    """
-    return {name: sorted(values)[(len(values) - 1) // 4] for name, values in samples.items()}
+    """Return the lower quartile of each list of samples; choices depend on other work less than with medians."""
+    return {name: undisturbed_time(values) for name, values in samples.items()}
 
 
 @dataclass(frozen=True)

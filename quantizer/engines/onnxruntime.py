@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from quantizer.engines.backends import backends
 from quantizer.engines.base import USUAL_SIZES, BuildOptions, InputCheck, InputSizes, in_kind, shown
 from quantizer.engines.engine_file import check_signature, sign_onnx, whole_file
 from quantizer.engines.for_this_cpu import saturation_warnings
-from quantizer.engines.inspection import RUNS, WARMUP, inspection_from_layers, run_note
+from quantizer.engines.inspection import RUNS, WARMUP, inspection_from_layers, run_note, undisturbed_time
 from quantizer.engines.measure import working_inputs
 from quantizer.engines.onnx_graph import explain_error
 from quantizer.errors import EngineError
@@ -158,7 +157,7 @@ def _layers(model: Any, profile: Mapping[str, list[dict[str, Any]]], runs: int) 
             nodes=(_DECORATED.sub("", node.name),),
             readers=tuple(dict.fromkeys(reader for name in node.output for reader in readers[name])),
             multiply_adds=_work(node, inputs, outputs, weights),
-            time_us=float(statistics.median(times)) if times else None,
+            time_us=float(undisturbed_time(times)) if times else None,
         )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import statistics
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from quantizer.engines.base import (
     shown,
 )
 from quantizer.engines.engine_file import checked_output, read_engine, whole_file, write_engine
-from quantizer.engines.inspection import RUNS, WARMUP, inspection_from_layers, run_note
+from quantizer.engines.inspection import RUNS, WARMUP, inspection_from_layers, run_note, undisturbed_time
 from quantizer.engines.measure import made_up_inputs
 from quantizer.engines.onnx_graph import hint_for, named_node
 from quantizer.errors import EngineError
@@ -700,5 +699,5 @@ class TensorRTEngine:
         inspector.execution_context = self._context
         information = inspector.get_engine_information(self._trt.LayerInformationFormat.JSON)
         return layers_from_json(
-            information, {name: 1000 * statistics.median(milliseconds) for name, milliseconds in times.items()}
+            information, {name: 1000 * undisturbed_time(milliseconds) for name, milliseconds in times.items()}
         )

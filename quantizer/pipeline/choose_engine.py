@@ -19,7 +19,14 @@ from quantizer.engines.for_this_cpu import Variant, cpu_candidates
 from quantizer.engines.measure import finish_trials, tried_build, undisturbed
 from quantizer.export.qdq.onnx_file import output_names
 from quantizer.pipeline.benchmark import batches_of_shapes, build_options, compared_shapes, run_sizes, times_of
-from quantizer.pipeline.compare_outputs import OutputCheck, References, check_engine, far_from_float, tolerance
+from quantizer.pipeline.compare_outputs import (
+    OutputCheck,
+    References,
+    check_engine,
+    far_from_float,
+    first_of_sizes,
+    tolerance,
+)
 from quantizer.pipeline.context import RunContext, Runnable, as_predictor
 from quantizer.pipeline.fastest_engine import (
     FAILURES,
@@ -53,6 +60,7 @@ from quantizer.pipeline.run_engines import (
 from quantizer.pipeline.time_groups import EngineFiles
 from quantizer.pipeline.workload import Workload
 from quantizer.plan.targets import AUTO, profile
+from quantizer.proxy.lower import Lowering, lower
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import Candidate, EngineChoice
 from quantizer.tasks import Batch, batch_shape
@@ -199,9 +207,9 @@ def _time(
 ) -> list[str]:
     """Time the candidates at each size, and return the names of the sizes.
 
-    Candidates that fail are moved to ``rejected``. At each size, a few rounds show which candidates are too slow to
-    win; if several are left, these are timed in all rounds. Candidates that are too slow are skipped at the last size
-    if it is the largest, where they would take longest.
+    Candidates that fail are moved to ``rejected``. At each size, one round and then a few show which candidates
+    are too slow to win; if several are left, these are timed in all rounds. Candidates that are too slow are skipped at
+    the last size if it is the largest, where they would take longest.
     """
     shapes: list[str] = []
     values = [sum(value.numel() for value in batch.values()) for batch in batches]
@@ -212,7 +220,13 @@ def _time(
         if not engines:
             break
         take, call = partial(times_of, batch=batch, threads=threads), partial(_called, batch)
-        times, broken = timed(engines, partial(take, rounds=_FEW_ROUNDS, warmup=1), call)
+        times, broken = timed(engines, partial(take, rounds=1, warmup=1), call)
+        once = undisturbed(times)
+        # One round is enough for an engine that takes a multiple of the fastest one's time.
+        near = {name: engines[name] for name, taken in once.items() if taken <= _FAR_BEHIND * min(once.values())}
+        few, broken_later = timed(near, partial(take, rounds=_FEW_ROUNDS - 1, warmup=0), call)
+        broken |= broken_later
+        times |= {name: [*times[name], *milliseconds] for name, milliseconds in few.items()}
         spent = sum(sum(milliseconds) for milliseconds in times.values()) / 1000
         first = undisturbed(times)
         measured = [replace(correct[name].candidate, milliseconds=(first[name],)) for name in times]
@@ -237,7 +251,8 @@ def _delivered_floats(measured: Sequence[Candidate]) -> set[str]:
     by_time = sorted(measured, key=lambda entry: entry.milliseconds[0])
     floats = [entry for entry in by_time if entry.is_float]
     low = next((entry for entry in by_time if not entry.is_float), None)
-    return {entry.name for entry in floats if entry is floats[0] or (low is not None and entry.backend == low.backend)}
+    same = [entry for entry in floats if low is not None and entry.backend == low.backend]
+    return {entry.name for entry in (*floats[:1], *same[:1])}
 
 
 _SCORED = 1.1
@@ -245,6 +260,9 @@ _SCORED = 1.1
 
 _FEW_ROUNDS, _ENOUGH_S = 3, 10.0
 """Interleaved rounds that show which candidates are too slow, and the seconds after which no others follow."""
+
+_FAR_BEHIND = 2.0
+"""Latency relative to the fastest candidate from which one round is enough."""
 
 
 def _shape(batch: Batch) -> str:
@@ -280,7 +298,8 @@ class _CandidateBuilder:
         self._kept = work.context.resume.engines
         self._scored_rows = work.scored_rows
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
-        self._trials = RoughTrials(self._rough, batches)
+        self._quick: dict[tuple[str, bool], nn.Module] = {}
+        self._trials = RoughTrials(self._borrowed, self._rough, batches)
         self.references = {
             name: References(batches, apart=work.context.feed.samples_independent)
             for name, batches in work.graphs.checked_on(config, samples).items()
@@ -355,7 +374,7 @@ class _CandidateBuilder:
         graphs, model = self._graphs, self._context.model
         frozen, files = self._exported(variant)
         self._begin(variant, files)
-        expected, plain = graphs.checked_modules(frozen), graphs.checked_modules(model)
+        expected, plain = graphs.checked_modules(self._computing(variant, frozen)), graphs.checked_modules(model)
         for graph in () if graphs.several else graphs.names:
             # PyTorch computes while the engine is built.
             for module in (plain[graph], expected[graph]):
@@ -372,14 +391,24 @@ class _CandidateBuilder:
         engines = {graph: entry.engine for graph, entry in engines_of_graph.items()}
         for graph, engine in graphs.checked_as(engines).items():
             names, references = engine.output_names, self.references[graph]
-            checks = check_engine(
-                engine, references.of(expected[graph], names), references.of(plain[graph], names), bound
-            )
+            pairs = [references.of(module[graph], names) for module in (expected, plain)]
+            # If a float32 engine computes the same, one batch shows it: its error is far below the bound.
+            is_exact = variant.dtype is None and computed == torch.float32
+            checks = check_engine(engine, *(first_of_sizes(pair) if is_exact else pair for pair in pairs), bound)
             # Only the timed size, which is the first: at others, texts may be longer than all calibration samples.
             timed += [check for check in checks if check.size == checks[0].size]
             checks_of_graph[graph] = tuple(checks)
         measured = replace(candidate, sqnr_db=far_from_float(timed))
         return _Checked(variant, measured, engines_of_graph, graphs.assembled(engines), checks_of_graph)
+
+    def _computing(self, variant: Variant, frozen: nn.Module) -> nn.Module:
+        """Return a module with the outputs of a frozen proxy, up to the order of float sums, in less time."""
+        key = variant.backend, variant.dynamic
+        if variant.dtype is None or self._graphs.several or not has_vnni():
+            return frozen
+        if key not in self._quick:
+            self._quick[key] = lower(self.quantizers[key].quantize(self._context.model), Lowering())
+        return self._quick[key]
 
     def _begin(self, variant: Variant, files: Mapping[str, Path]) -> None:
         """Begin to build the candidates of the variant's backend that have the same files."""
@@ -433,15 +462,20 @@ class _CandidateBuilder:
         planned = {backend for backend, dynamic in self._frozen if not dynamic}
         return self._trials.too_slow(variant, self._calibrated, rivals, planned)
 
-    def _rough(self, variant: Variant, calibrated: Quantizer) -> Engine:
+    def _borrowed(self, variant: Variant, other: str) -> Engine:
+        (owner,) = (owner for owner in self._variants if owner.name == other)
+        (file,) = self._exported(owner)[1].values()
+        return self._built_for_trial(variant, file, self._folder / f"{variant.backend}-borrowed.engine")
+
+    def _built_for_trial(self, variant: Variant, onnx: Path, path: Path) -> Engine:
         (graph,) = self._graphs.names
+        engine = self._built(variant, onnx, path, graph)[1]
+        # The engine is timed next.
+        finish_trials()
+        return engine
 
-        def build(onnx: Path, path: Path) -> Engine:
-            engine = self._built(variant, onnx, path, graph)[1]
-            # The engine is timed next.
-            finish_trials()
-            return engine
-
+    def _rough(self, variant: Variant, calibrated: Quantizer) -> Engine:
+        build = partial(self._built_for_trial, variant)
         context, name, opset = self._context, variant.backend, self._config.export.opset
         stem, example = self._folder / f"{name}-rough", context.feed.example()
         return rough_engine(calibrated, name, context.model, example, stem, build, opset, context.feed.sizes)

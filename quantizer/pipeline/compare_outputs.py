@@ -13,6 +13,7 @@ Shapes in this file: B samples, S tokens, D width.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from quantizer.errors import EngineError
 from quantizer.pipeline.context import as_predictor, engine_inputs
 from quantizer.pipeline.module_feed import ModuleFeed
 from quantizer.plan.targets import profile
+from quantizer.proxy.build import quantizers_of
 from quantizer.proxy.restored_state import untouched
 from quantizer.proxy.site import Site
 from quantizer.report.record import ALIKE_DB, FURTHER_DB, OutputDistance, is_no_further
@@ -223,9 +225,15 @@ class Reference:
 def reference_outputs(
     model: nn.Module, batches: Iterable[Batch], names: Sequence[str], *, apart: bool = True
 ) -> list[Reference]:
-    """Return a model's outputs for the first and last samples of each batch; the engine computes the others alike."""
+    """Return a model's outputs for the first and last samples of each batch; the engine computes the others alike.
+
+    Samples that do not influence each other (``apart``) run once, also if batches of other sizes contain them. Dynamic
+    ranges depend on all samples of a batch, so that every batch runs then.
+    """
     references = []
     values: Counter[Any] = Counter()
+    known: dict[bytes, tuple[Outputs, int]] = {}
+    is_shared = apart and not any(quantizer.dynamic for quantizer in quantizers_of(model))
     for batch in batches:
         shape = _shape(batch)
         if values[shape] > _MOST_VALUES:
@@ -234,12 +242,34 @@ def reference_outputs(
         edge = max(_FEWEST_EDGE_ROWS, min(_EDGE_ROWS, _EDGE_TOKENS // (tokens or 1)))
         ends = tuple(sorted({*range(min(edge, count)), *range(max(0, count - edge), count)}))
         part = rows_at(batch, ends) if apart else batch
-        with torch.no_grad(), untouched(model):
-            result = model(**part)
+        samples = [_digest(part, row) for row in range(len(ends))] if is_shared else []
+        # A model may treat a sample alone differently, so that the first one runs.
+        if samples and all(sample in known for sample in samples) and (len(samples) > 1 or shape in values):
+            outputs = _stacked([known[sample] for sample in samples])
+        else:
+            with torch.no_grad(), untouched(model):
+                outputs = _by_name(model(**part), names)
+            if all(value.ndim and len(value) == len(samples) for value in outputs.values()):
+                known |= {sample: (outputs, row) for row, sample in enumerate(samples) if sample not in known}
         noisy = cache(partial(_noisy, model, part, names))
-        references.append(Reference(batch, ends if apart else None, _by_name(result, names), noisy))
-        values[shape] += sum(item.size for item in references[-1].outputs.values())
+        references.append(Reference(batch, ends if apart else None, outputs, noisy))
+        values[shape] += sum(item.size for item in outputs.values())
     return references
+
+
+def _digest(batch: Batch, row: int) -> bytes:
+    """Return a checksum of one sample of a batch."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in rows_at(batch, [row]).items():
+        array = value.detach().cpu().contiguous()
+        digest.update(f"{name} {array.dtype} {tuple(array.shape)} ".encode())
+        digest.update(array.reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()
+
+
+def _stacked(samples: Sequence[tuple[Outputs, int]]) -> Outputs:
+    """Return the outputs of samples that ran in other batches, given as (outputs, row), as those of one batch."""
+    return {name: np.stack([outputs[name][row] for outputs, row in samples]) for name in samples[0][0]}
 
 
 class References:
@@ -262,6 +292,14 @@ class References:
         if key not in self._found:
             self._found[key] = reference_outputs(model, self._batches, names, apart=self._apart)
         return self._found[key]
+
+
+def first_of_sizes(references: Iterable[Reference]) -> list[Reference]:
+    """Return one reference of each size."""
+    found: dict[Any, Reference] = {}
+    for reference in references:
+        found.setdefault(_shape(reference.inputs), reference)
+    return list(found.values())
 
 
 def _noisy(model: nn.Module, batch: Batch, names: Sequence[str]) -> list[Outputs]:
@@ -621,6 +659,9 @@ def _sizes(engine: Engine, batch: Batch) -> dict[str, int] | None:
 LEAST_SAMPLES = 32
 """Minimum number of samples per size; with fewer, chance decides the result."""
 
+_LARGE_SAMPLE, _MANY_TOKENS = 2**14, 2**8
+"""Input values of a large sample, such as an image of 128 x 128, and tokens of a long text."""
+
 Sizes = Sequence[int]
 
 
@@ -647,7 +688,7 @@ def checked_shapes(config: RunConfig) -> list[tuple[int, int]]:
 
 
 def check_batches(feed: Feed, samples: Sequence[Any], shapes: Sequence[tuple[int, int]]) -> list[Batch]:
-    """Return batches of each size, with at least ``LEAST_SAMPLES`` samples per size.
+    """Return batches of each size, with at least ``LEAST_SAMPLES`` samples per size; see ``_least``.
 
     Args:
         feed: makes the batches.
@@ -664,10 +705,19 @@ def check_batches(feed: Feed, samples: Sequence[Any], shapes: Sequence[tuple[int
     result = []
     has_lengths = _has_lengths(feed, samples, [sequence for _, sequence in shapes])
     for size, sequence in dict.fromkeys((size, sequence if has_lengths else shapes[0][1]) for size, sequence in shapes):
-        for start in range(0, LEAST_SAMPLES if samples else 1, size):
+        least = _least(result, sequence if has_lengths else 0) if samples else 1
+        for start in range(0, least, size):
             turn = start % len(samples) if samples else 0
             result.append(feed.compared([*samples[turn:], *samples[:turn]], size, sequence))
     return result
+
+
+def _least(before: Sequence[Batch], tokens: int = 0) -> int:
+    """Return the number of samples to compare at one more size: half as many large ones, such as images."""
+    if not before:
+        return LEAST_SAMPLES
+    values = sum(value.numel() for value in before[0].values()) / _rows(before[0])
+    return LEAST_SAMPLES // 2 if values >= _LARGE_SAMPLE or tokens >= _MANY_TOKENS else LEAST_SAMPLES
 
 
 def _has_lengths(feed: Feed, samples: Sequence[Any], lengths: Sequence[int]) -> bool:
@@ -693,8 +743,8 @@ def _of_module(feed: ModuleFeed, batches: Sequence[Batch], sizes: Sequence[int])
             yield from group[: math.ceil(LEAST_SAMPLES / count)]
             continue
         pool = _joined(group[:LEAST_SAMPLES])
-        for size in sizes if group is most else sizes[:1]:
-            for start in range(0, LEAST_SAMPLES, size):
+        for place, size in enumerate(sizes if group is most else sizes[:1]):
+            for start in range(0, _least([pool] if place else []), size):
                 yield rows_at(pool, [(start + row) % _rows(pool) for row in range(size)])
 
 

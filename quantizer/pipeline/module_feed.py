@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quantizer.config import RunConfig
 from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.tasks import Batch
+from quantizer.tasks.inputs import EXAMPLE_BATCH_SIZE
 from quantizer.utils.batches import WITHOUT_VALUES
 from quantizer.utils.sizes import BATCH, SEQUENCE, Axes, DataSizes
 
@@ -148,8 +149,11 @@ class ModuleFeed:
         return self.random_batch(rows, sequence)
 
     def example(self, samples: Sequence[Batch] = ()) -> Batch:
-        """Return the first batch, for export."""
-        return dict((samples or self._batches)[0])
+        """Return the first batch, for export; its first two samples if samples do not influence each other."""
+        batch = dict((samples or self._batches)[0])
+        if not self.samples_independent:
+            return batch
+        return self.sizes.resized(batch, {BATCH: EXAMPLE_BATCH_SIZE})
 
 
 _LARGEST_BATCH = 32

@@ -44,6 +44,9 @@ def settle_axes(context: RunContext, graphs: Graphs, opset: int, folder: Path) -
     if feed.in_data is None:
         return ()
     path = folder / f"{FLOAT_STEM}.onnx"
+    if isinstance(feed, ModuleFeed):
+        # Runs of a sweep share it, and each exports the whole batch first.
+        feed.samples_independent = False
 
     def named() -> dict[str, Any]:
         with context.timer("export"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quantizer.errors import CalibrationError
 from quantizer.proxy.restored_state import untouched
-from quantizer.tasks import Batch
+from quantizer.tasks import Batch, rows_at
 from quantizer.utils.sizes import BATCH, DataSizes
 from quantizer.utils.structure import flattened
 
@@ -97,7 +97,16 @@ def completed_batches(model: nn.Module, batches: Sequence[Batch], omitted: Mappi
 
 
 def _fill(model: nn.Module, name: str, batch: Batch) -> int | None:
-    """Return the value with which an argument gives the output of a batch without it; None without one."""
+    """Return the value with which an argument gives the output of a batch without it; None without one.
+
+    Two samples show it, unless the model mixes samples.
+    """
+    two = rows_at(batch, range(min(2, len(next(iter(batch.values()))))))
+    found = _fill_of(model, name, two)
+    return _fill_of(model, name, batch) if found is None else found
+
+
+def _fill_of(model: nn.Module, name: str, batch: Batch) -> int | None:
     expected = _outputs(model, {key: value for key, value in batch.items() if key != name})
     filled = ((fill, {**batch, name: torch.full_like(batch[name], fill)}) for fill in _FILLS)
     return next((fill for fill, other in filled if expected and _is_equal(_outputs(model, other), expected)), None)

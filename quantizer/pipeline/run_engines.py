@@ -18,12 +18,11 @@ from quantizer.engines import (
     Engine,
     Inspection,
     load_engine,
-    medians,
     observe_engine,
     runs_here,
 )
 from quantizer.engines.for_this_cpu import Variant
-from quantizer.engines.measure import begin_build
+from quantizer.engines.measure import begin_build, undisturbed
 from quantizer.export.exporter import export_onnx
 from quantizer.pipeline.benchmark import build_options, run_sizes
 from quantizer.pipeline.compare_outputs import OnlySizes
@@ -105,12 +104,12 @@ class RunEngines:
 
     @property
     def usual_us(self) -> dict[str, float] | None:
-        """Median latencies of the engines ``low`` and ``plain`` at the usual size in a choice; None if not measured."""
+        """Latencies of the engines ``low`` and ``plain`` at the usual size in a choice; None if not measured."""
         rows = self.timing.sizes.batch
         times = next((times for (batch, _), times in self.timed.items() if batch == rows), {})
         if not {"engine", "float"} <= times.keys():
             return None
-        known = medians({"low": times["engine"], "plain": times["float"]})
+        known = undisturbed({"low": times["engine"], "plain": times["float"]})
         return {name: 1000 * milliseconds for name, milliseconds in known.items()}
 
     def files(self, name: str, graph: str | None = None) -> EngineFiles:

@@ -33,7 +33,8 @@ from quantizer.engines.onnx_graph import product_names
 from quantizer.errors import EngineError
 from quantizer.export.exporter import export_onnx
 from quantizer.export.qdq.onnx_file import input_dimensions, read_graph
-from quantizer.plan.site_plan import Plan
+from quantizer.plan.apply import frozen_proxy
+from quantizer.plan.site_plan import Plan, with_fallback
 from quantizer.proxy.build import exportable, sites_of
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine, collect_versions
@@ -48,7 +49,7 @@ _ROUNDS, _SECONDS, _WARMUP = 15, 6.0, 3
 _FEW_ROUNDS, _FEW_SECONDS, _FEW_WARMUP = 3, 2.0, 1
 """The same with its rounds of warmup, if the latency only scales the times of layers."""
 
-_RUNS, _FEW_RUNS, _FEWEST_RUNS, _RUNS_S = 10, 5, 3, 2.0
+_RUNS, _FEW_RUNS, _FEWEST_RUNS, _RUNS_S = 10, 5, 3, 1.0
 """Number of runs for the median time of a layer, the same where no fallback depends on it, its minimum, and a time
 limit in seconds.
 """
@@ -56,8 +57,11 @@ limit in seconds.
 _MEASUREMENTS, _MEASUREMENTS_S = 2, 5.0
 """Number of measurements, of which the lower time counts, and the seconds after which no other begins."""
 
-_LEAST_GAIN = 1.02
-"""Minimum speed-up, predicted and measured, of a plan that keeps groups in float for latency."""
+_LEAST_GAIN, _LEAST_PREDICTED = 1.02, 1.04
+"""Minimum speed-up of a plan that keeps groups in float for latency, measured and predicted.
+
+A prediction counts no conversions between a group in float and its neighbors.
+"""
 
 _CHANCE = 0.05
 """Largest probability that as many rounds favour a plan by chance."""
@@ -177,7 +181,7 @@ def time_groups_of(
             {"low": low, "plain": plain},
             sorted(set(hosts.values())),
             latency,
-            lambda spent: timing.exact or bool(costs(spent, latency["low"], latency["plain"]).slower()),
+            lambda spent: timing.exact or _may_gain(costs(spent, latency["low"], latency["plain"])),
         )
         return {"low_us": latency["low"], "float_us": latency["plain"], **spent}
 
@@ -195,6 +199,11 @@ def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
     seconds = timing.seconds({"placed": placed.engine, "low": low.engine})
     ratios = [before / after for before, after in zip(seconds["low"], seconds["placed"], strict=True)]
     return median(ratios) >= _LEAST_GAIN and _by_chance(sum(ratio > 1 for ratio in ratios), len(ratios)) <= _CHANCE
+
+
+def _may_gain(costs: LatencyCosts) -> bool:
+    """Return whether keeping the slower groups in float is expected to gain enough to try it."""
+    return costs.low_us >= _LEAST_PREDICTED * costs.time_us(costs.slower())
 
 
 def _by_chance(wins: int, rounds: int) -> float:
@@ -302,7 +311,7 @@ class GroupTimer:
         number = len(latency_costs.slower())
         dtype, (are, them, they, stay) = quantizer.config.dtype.upper(), _WORDS[number != 1]
         slower = f"{counted(number, 'group')} {are} slower in {dtype} when timed alone"
-        if latency_costs.low_us < _LEAST_GAIN * latency_costs.time_us(latency_costs.slower()):
+        if not _may_gain(latency_costs):
             faster, effect = False, f"the difference is too small to keep {them} in float"
         else:
             key = _key("faster without the slower groups", low, plain, self.timing)
@@ -314,12 +323,9 @@ class GroupTimer:
     def _faster(self, quantizer: Quantizer, latency_costs: LatencyCosts, low: EngineFiles) -> bool:
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             placed = EngineFiles(onnx=Path(scratch) / "placed.onnx", engine=Path(scratch) / "placed.engine")
-            quantizer.fallback(None, latency_costs=latency_costs)
-            try:
-                quantized = quantizer.quantize(self.model)
-                quantizer.export(quantized, placed.onnx, self.example, opset=self.opset, dynamic_axes=self.axes)
-            finally:
-                quantizer.clear_fallback()
+            # Biases are not corrected again, because they do not change the latency.
+            quantized = frozen_proxy(self.model, with_fallback(quantizer.plan, latency_costs.slower()))
+            quantizer.export(quantized, placed.onnx, self.example, opset=self.opset, dynamic_axes=self.axes)
             self.build(placed.onnx, placed.engine)
             return is_faster(placed, low, self.timing)
 

@@ -95,7 +95,7 @@ def test_layers_of_slow_engines_are_timed_in_fewer_runs(
     files = time_groups_of.EngineFiles(onnx=Path("model.onnx"), engine=Path("model.engine"))
     timing = time_groups_of.Timing(backend="openvino", sizes=InputSizes(32, 1), threads=1)
     engines = dict.fromkeys(("fast", "slow", "slower"), files)
-    latencies = {"fast": 5e3, "slow": 0.3e6, "slower": 9e6}
+    latencies = {"fast": 5e3, "slow": 0.15e6, "slower": 9e6}
     found = timing.of_places(engines, ["a"], latencies, lambda _: doubtful)
     assert runs == measurements * [10, 6, 3]
     assert {name: times["a"] for name, times in found.items()} == dict.fromkeys(engines, 3.0)

@@ -12,6 +12,8 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.engines import build_engine, load_engine
+from quantizer.engines.for_this_cpu import Variant
+from quantizer.errors import EngineError
 from quantizer.pipeline import fastest_engine
 from quantizer.plan.site_plan import Plan
 
@@ -127,6 +129,56 @@ def test_the_fastest_of_the_others_counts(taken: list[float], why: str | None, m
     monkeypatch.setattr(fastest_engine, "interleaved_latency", given)
     monkeypatch.setattr(fastest_engine, "engine_inputs", lambda engine, batch: batch)
     engine: Any = dict
-    found = fastest_engine.too_slow("this", engine, {"quick": engine, "slow": engine}, [{}] * len(taken), 1.2)
+    rivals = {"quick": engine, "slow": engine}
+    found = fastest_engine.too_slow("this", engine, rivals, [{}] * len(taken), 1.2, "max calibration")
     assert found == (None if why is None else f"with max calibration it takes {why}")
     assert not left
+
+
+class _Timed:
+    """An engine that takes some time at any size."""
+
+    def __init__(self, milliseconds: float) -> None:
+        self.milliseconds = milliseconds
+
+    def __call__(self, inputs: Any) -> dict[str, Any]:
+        """Compute nothing."""
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("borrowed", "rough", "why"),
+    [
+        (1.4, None, "with the file of openvino int8 it takes 1.40x the time of openvino int8"),
+        (1.2, 1.2, "with max calibration it takes 1.20x the time of openvino int8"),
+        (1.2, 1.0, None),
+        (None, 1.2, "with max calibration it takes 1.20x the time of openvino int8"),
+        (None, None, None),
+    ],
+)
+def test_a_backend_first_runs_the_file_of_another_one(
+    borrowed: float | None, rough: float | None, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def engine(form: str, milliseconds: float | None) -> Any:
+        def make(*_: Any) -> Any:
+            made.append(form)
+            if milliseconds is None:
+                raise EngineError("it does not build")
+            return _Timed(milliseconds)
+
+        return make
+
+    def given(calls: Mapping[str, Any], **_: Any) -> dict[str, list[float]]:
+        return {name: [call.func.milliseconds] for name, call in calls.items()}
+
+    monkeypatch.setattr(fastest_engine, "interleaved_latency", given)
+    monkeypatch.setattr(fastest_engine, "engine_inputs", lambda engine, batch: batch)
+    trials = fastest_engine.RoughTrials(engine("borrowed", borrowed), engine("rough", rough), [{}])
+    variant = Variant(backend="onnxruntime", dtype="int8")
+    rivals: Any = {"openvino int8": _Timed(1.0)}
+    for _ in range(2):
+        assert trials.too_slow(variant, calibrated(net()), rivals, ["openvino"]) == why
+    # Both are made once, and a rough plan only if the first trial does not decide.
+    assert made == ["borrowed"] if borrowed == 1.4 else ["borrowed", "rough"]

@@ -16,6 +16,7 @@ import quantizer.pipeline.time_groups as place_groups
 from quantizer.algorithms.sensitivity.latency_costs import GroupLatency, LatencyCosts
 from quantizer.cli.main import main
 from quantizer.engines import InputSizes
+from quantizer.model_session import ModelSession
 from quantizer.pipeline.latency_fallback import RunLatencyFallback
 from quantizer.pipeline.time_groups import EngineFiles, GroupTimer, Timing
 from quantizer.report import RunRecord, read_record
@@ -76,6 +77,23 @@ def test_slower_groups_fall_back_where_the_engine_is_faster(
     reasons = [row.reason for row in record.coverage if row.reason.startswith("slower in low precision")]
     # The group is the input of three linears.
     assert len(reasons) == 3 * back
+
+
+@pytest.mark.parametrize(("placed", "plans"), [(995.0, False), (900.0, True)])
+def test_biases_are_corrected_again_only_if_groups_stay_in_float(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, placed: float, plans: bool
+) -> None:
+    _engines(monkeypatch, placed=placed, low=1000.0)
+    planned: list[Any] = []
+    plan = ModelSession.plan
+
+    def counted(self: ModelSession, groups: Any = None, correction: Any = None) -> Any:
+        planned.append(groups)
+        return plan(self, groups, correction)
+
+    monkeypatch.setattr(ModelSession, "plan", counted)
+    _run(asked)
+    assert any(planned) is plans
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def sample_inspection() -> Inspection:
     )
     add = Layer(name="encoder.layer.3.output/Add", type="Eltwise", role="addition", precision="fp32", time_us=420.0)
     head = Layer(name="pooler/Gemm", type="FusedGemm", role="product", precision="fp32", multiply_adds=1_179_648)
-    note = "seen in a run at 8 x 128 with 1 thread; times are the median of 5 runs"
+    note = "seen in a run at 8 x 128 with 1 thread; times are the lower quartile of 5 runs"
     return inspection_from_layers("openvino", [low, add, head], verified=True, note=note)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from quantizer import Quantizer
 from quantizer.engines import TensorSpec
 from quantizer.pipeline.compare_outputs import (
     LEAST_SAMPLES,
@@ -20,6 +21,7 @@ from quantizer.pipeline.compare_outputs import (
     check_batches,
     check_engine,
     check_shapes,
+    first_of_sizes,
     reference_outputs,
     tolerance,
 )
@@ -58,6 +60,15 @@ def test_a_model_that_mixes_samples_gets_whole_batches() -> None:
 def test_whole_batches_have_enough_samples_whatever_their_size() -> None:
     batches = [{"x": torch.randn(20, 2)} for _ in range(4)]
     assert [len(batch["x"]) for batch in check_batches(ModuleFeed(batches), batches, [(20, 1)])] == [20, 20]
+
+
+def test_further_sizes_have_half_as_many_large_samples() -> None:
+    batches = [{"x": torch.zeros(16, 3, 128, 128)}] * 2
+    feed = ModuleFeed(batches)
+    feed.samples_independent = True
+    made = check_batches(feed, batches, [(16, 1), (1, 1), (4, 1)])
+    assert Counter(len(batch["x"]) for batch in made) == {16: 2, 1: 16, 4: 4}
+    assert [len(batch["x"]) for batch in made[:2]] == [16, 16]
 
 
 class _Texts(TextInputs):
@@ -153,3 +164,68 @@ def test_one_sample_of_many_does_not_condemn_a_float_engine() -> None:
     # That sample alone has 26 dB, and 32 samples 41.
     (one,) = [check for check in _checks(_OneSample(1, 0), BF16) if check.batch == 1]
     assert 30 < one.sqnr_db < 50
+
+
+class _Double(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return twice the input."""
+        return {"y": 2 * x}
+
+
+def _counted() -> tuple[nn.Module, list[int]]:
+    """Return a model, and a list that receives the number of samples of each call."""
+    model, ran = _Double(), list[int]()
+    model.register_forward_pre_hook(lambda _, __, inputs: ran.append(len(inputs["x"])), with_kwargs=True)
+    return model, ran
+
+
+def _in_batches(*sizes: int) -> list[dict[str, torch.Tensor]]:
+    samples = torch.arange(64.0).reshape(32, 2)
+    return [{"x": samples[:size]} for size in sizes] + [{"x": samples[1:2]}]
+
+
+def test_each_sample_runs_once_in_batches_and_once_alone() -> None:
+    (model, ran), batches = _counted(), _in_batches(32, 6, 20, 1)
+    found = reference_outputs(model, batches, ["y"])
+    # Of the two batches of one sample, the first one runs.
+    assert ran == [32, 1]
+    for reference, batch in zip(found, batches, strict=True):
+        assert np.array_equal(reference.outputs["y"], 2 * batch["x"].numpy())
+
+
+def test_other_samples_run() -> None:
+    model, ran = _counted()
+    reference_outputs(model, [{"x": torch.zeros(4, 2)}, {"x": torch.ones(4, 2)}, {"x": torch.zeros(4, 3)}], ["y"])
+    assert ran == [4, 4, 4]
+
+
+def test_each_batch_runs_if_its_samples_depend_on_each_other() -> None:
+    model, ran = _counted()
+    reference_outputs(model, _in_batches(32, 6), ["y"], apart=False)
+    assert ran == [32, 6, 1]
+
+
+def test_each_batch_runs_with_a_range_of_its_own() -> None:
+    torch.manual_seed(0)
+    model, quantizer = nn.Linear(2, 2), Quantizer(backend="onnxruntime", activations={"ranges": "dynamic"})
+    samples = torch.arange(64.0).reshape(32, 2)
+    quantizer.calibrate(model, [samples])
+    frozen = quantizer.quantize(model)
+    batches = [{"input": samples}, {"input": samples[:6]}]
+    found = reference_outputs(frozen, batches, ["output_0"])
+    with torch.no_grad():
+        alone = frozen(samples[:6])
+    assert np.array_equal(found[1].outputs["output_0"], alone.numpy())
+    assert not np.array_equal(found[0].outputs["output_0"][:6], alone.numpy())
+
+
+def test_one_batch_of_each_size() -> None:
+    found = reference_outputs(_Double(), _in_batches(4, 4, 2), ["y"])
+    assert [len(reference.inputs["x"]) for reference in first_of_sizes(found)] == [4, 2, 1]
+
+
+def test_further_sizes_have_half_as_many_long_texts() -> None:
+    inputs: Any = _Texts(None)
+    feed: Any = SimpleNamespace(inputs=inputs, compared=lambda texts, *shape: inputs.filled(texts, *shape))
+    made = check_batches(feed, ["a text"] * LEAST_SAMPLES, [(8, 512), (1, 128), (4, 256)])
+    assert Counter(tuple(batch["input_ids"].shape) for batch in made) == {(8, 512): 4, (1, 128): 32, (4, 256): 4}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from quantizer.engines.base import Array
-from quantizer.engines.inspection import RUNS, WARMUP
+from quantizer.engines.inspection import RUNS, WARMUP, undisturbed_time
 from quantizer.utils.records import LOW_PRECISIONS, Layer, attention_work, convolution_work, matmul_work
 
 _ROLES = {
@@ -30,7 +29,7 @@ _UNIT = 1e6
 
 
 def observed_layers(compiled: Any, inputs: Mapping[str, Array], runs: int = RUNS) -> list[Layer]:
-    """Return the layers of a compiled model, with median times of its runs."""
+    """Return the layers of a compiled model, with the times of ``undisturbed_time`` over its runs."""
     request = compiled.create_infer_request()
     times = defaultdict(list)
     for run in range(WARMUP + runs):
@@ -43,7 +42,7 @@ def observed_layers(compiled: Any, inputs: Mapping[str, Array], runs: int = RUNS
     constant = _constant(operations)
     for operation in operations:
         operation.find_weights(constant)
-    return list(_layers(operations, {name: statistics.median(seconds) for name, seconds in times.items()}))
+    return list(_layers(operations, {name: undisturbed_time(seconds) for name, seconds in times.items()}))
 
 
 class _Operation:

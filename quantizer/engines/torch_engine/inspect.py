@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import fx
 
 from quantizer.engines.base import InputSizes
-from quantizer.engines.inspection import WARMUP, inspection_from_layers, run_note
+from quantizer.engines.inspection import WARMUP, inspection_from_layers, run_note, undisturbed_time
 from quantizer.engines.measure import working_inputs
 from quantizer.engines.torch_engine.compiled import CompiledGraph, computing_threads, kernel_calls, prepare_eager
 from quantizer.engines.torch_engine.engine import loaded
@@ -173,8 +172,8 @@ class _Timer(fx.Interpreter):
 
 
 def _times(module: OperatorGraph, inputs: Sequence[torch.Tensor], runs: int) -> dict[str, float]:
-    """Return the median time of each node in microseconds."""
+    """Return the time of each node in microseconds; see ``undisturbed_time``."""
     timer = _Timer(prepare_eager(deepcopy(module)))
     for _ in range(WARMUP + runs):
         timer.run(*inputs)
-    return {name: statistics.median(seconds[WARMUP:]) * 1e6 for name, seconds in timer.seconds.items()}
+    return {name: undisturbed_time(seconds[WARMUP:]) * 1e6 for name, seconds in timer.seconds.items()}
