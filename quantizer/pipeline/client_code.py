@@ -137,6 +137,21 @@ console.log(await run("an-image.png"));
 """
 
 
+_YOLO = """\
+from ultralytics import YOLO
+
+model = YOLO("{graph}")
+(result,) = model("an-image.png")
+print(result.boxes.xyxy, result.boxes.conf, result.boxes.cls)
+"""
+
+
+def yolo_code(graph: str) -> ClientCode:
+    """Return code for the layout of ultralytics, with the file or folder that YOLO loads."""
+    library = GRAPH_CLIENTS[Path(graph).suffix or ".xml"].package
+    return _python("ultralytics", f"`ultralytics` and `{library}`", _YOLO.format(graph=graph))
+
+
 def client_code(layout: str, backend: str, task: str, folder: str, *, quantized: bool = True) -> ClientCode | None:
     """Return code for a layout in ``folder``; None for a layout or task without code here.
 
