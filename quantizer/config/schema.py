@@ -279,7 +279,8 @@ class RunConfig(Section):
         description="Additional files for serving the engine of a checkpoint. 'processor': the tokenizer or image "
         "processor and config.json, for quantizer.load_converted. 'triton': a Triton model repository. "
         "'gpu_check': a script that checks an engine that was built for the GPU of another machine. The others "
-        "are layouts: folders that this client loads, see docs/how-to/serve-with.md.",
+        "are layouts: folders that this client loads, see docs/how-to/serve-with.md. 'ultralytics' alone is for a "
+        "module that a function returns.",
     )
     output: Text = Field(
         default="runs/run",

@@ -1,6 +1,6 @@
 """The layout ``ultralytics``: the graph of an engine with the metadata that ``ultralytics.YOLO`` reads.
 
-A model of ultralytics has its class names, stride, task and arguments as attributes. ultralytics is not imported.
+A model of ultralytics has its class names, stride and task as attributes. ultralytics is not imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quantizer.utils.sizes import BATCH
 
 NAME = "ultralytics"
 _METADATA = "metadata.yaml"
-_NEEDED = ("names", "stride", "task", "args", "model")
+_NEEDED = ("names", "stride", "task", "model")
 _KEYPOINTS = ("kpt_shape", "kpt_names")
 
 

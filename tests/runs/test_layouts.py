@@ -37,11 +37,14 @@ from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.fastest_engine import variants_of
 from quantizer.pipeline.layouts import check_layouts, write_layout_cards, write_layouts
 from quantizer.plan.targets import profiles
-from quantizer.plan.targets.clients import OF_ANY_BACKEND
+from quantizer.plan.targets.clients import OF_ANY_BACKEND, OF_MODULES
 from quantizer.tasks import tasks
 from quantizer.tasks.outputs import SentencePooling
 from quantizer.tasks.zero_shot import TextTower
 from quantizer.utils.registry import TASKS_IN_PARTS
+
+OF_CHECKPOINTS = [name for name in LAYOUTS if name not in OF_MODULES]
+"""The layouts here; those of modules are in test_ultralytics_layout.py."""
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +317,7 @@ def test_the_code_of_a_card_is_that_of_the_guide(layout: str, backend: str, task
     assert f"```{'js' if code.language == 'js' else 'py'}\n{text}```" in PAGE
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OF_CHECKPOINTS)
 def test_each_task_of_a_layout_has_code(layout: str) -> None:
     (backend,) = backends_of([layout])[-1:]
     known = layout_of(layout, backend)
@@ -536,7 +539,7 @@ def test_an_engine_for_some_sizes_has_no_layouts(checkpoint: Path, tmp_path: Pat
     assert written(tmp_path) == set()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OF_CHECKPOINTS)
 def test_a_layout_is_not_loaded_as_an_engine(checkpoint: Path, tmp_path: Path, layout: str) -> None:
     (backend,) = backends_of([layout])[-1:]
     job = job_of(checkpoint, tmp_path, "sequence-classification", backend, layout)
@@ -551,9 +554,10 @@ def test_a_layout_is_not_loaded_as_an_engine(checkpoint: Path, tmp_path: Path, l
 def test_the_tables_name_what_there_is() -> None:
     assert {name for name in tasks.names() if tasks[name].in_parts} == set(TASKS_IN_PARTS)
     for name in profiles.names():
-        assert all(set(known.classes) <= set(tasks.names()) for known in profiles[name].layouts.values())
+        layouts = profiles[name].layouts
+        assert all(set(layouts[one].classes) <= set(tasks.names()) for one in layouts if one in OF_CHECKPOINTS)
     graphs = {"openvino", "onnx", "sentence-transformers", "optimum", "transformers-js"}
-    assert set(LAYOUTS) == {*graphs, "compressed-tensors"}
+    assert set(OF_CHECKPOINTS) == {*graphs, "compressed-tensors"}
     assert set(OF_ANY_BACKEND["compressed-tensors"].classes) <= set(tasks.names())
     for task, auto_class in OF_ANY_BACKEND["compressed-tensors"].classes.items():
         assert tasks[task].auto_class == auto_class
