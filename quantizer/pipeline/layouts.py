@@ -17,7 +17,7 @@ from quantizer.export.qdq.structure import read_signature
 from quantizer.pipeline.benchmark import deployed
 from quantizer.pipeline.client_code import client_code, yolo_code
 from quantizer.pipeline.job import Job
-from quantizer.pipeline.load import write_json
+from quantizer.pipeline.load import processor_folder, write_json
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.pipeline.triton import link_file, link_onnx
 from quantizer.pipeline.ultralytics_layout import ultralytics_model, write_ultralytics
@@ -90,11 +90,12 @@ def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> N
         for graph, onnx in graphs.items():
             _write_graph(job, onnx, folder / pattern.format(graph=graph), written.get(graph), layout.dimensions)
             written.setdefault(graph, folder / pattern.format(graph=graph))
-        if layout.classes:
-            save_processor(job.context.processor, model.config, folder)
-            _adapt_tokenizer(folder / "tokenizer_config.json")
-            if (generation := getattr(model, "generation_config", None)) is not None:
-                generation.save_pretrained(folder)
+        # Clients of a graph alone load the tokenizer or processor from a folder beside it, also after an upload.
+        place = folder if layout.classes else folder / processor_folder(job.context.task.name)
+        save_processor(job.context.processor, model.config, place)
+        _adapt_tokenizer(place / "tokenizer_config.json")
+        if layout.classes and (generation := getattr(model, "generation_config", None)) is not None:
+            generation.save_pretrained(folder)
         if layout.classes.get(job.context.task.name) == _SENTENCES:
             pooling = getattr(model, "sentence_pooling", MEAN)
             _write_modules(folder, pooling, model.config.hidden_size, job.config.model)
@@ -158,11 +159,19 @@ def write_layout_cards(job: Job, record: RunRecord, *, quantized: bool) -> None:
             write_module_card(record, folder, quantized=quantized)
             continue
         place = ".." if name == _NEEDS_FAST_TOKENIZER else "."
-        code = client_code(name, backend_name, job.context.task.name, place, quantized=quantized)
+        start = first_token(job.model) if job.graphs.several else None
+        code = client_code(name, backend_name, job.context.task.name, place, quantized=quantized, start=start)
         if code is not None:
             client = CardClient(library=code.library, layout=name, needs=code.needs, language=code.language)
             graph: Literal["engine", "float"] = "engine" if quantized else "float"
             write_layout_card(record, folder, client, code.code, of="weights" if name in OF_ANY_BACKEND else graph)
+
+
+def first_token(model: Any) -> int | None:
+    """Return the token with which the decoder of an encoder-decoder model begins."""
+    configs = (getattr(model, "generation_config", None), model.config)
+    starts = [getattr(config, "decoder_start_token_id", None) for config in configs]
+    return next((start for start in starts if start is not None), None)
 
 
 def write_module_layouts(

@@ -35,7 +35,7 @@ from quantizer.export.qdq.structure import read_signature
 from quantizer.pipeline.client_code import client_code
 from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.fastest_engine import variants_of
-from quantizer.pipeline.layouts import check_layouts, write_layout_cards, write_layouts
+from quantizer.pipeline.layouts import check_layouts, first_token, write_layout_cards, write_layouts
 from quantizer.plan.targets import profiles
 from quantizer.plan.targets.clients import OF_ANY_BACKEND, OF_MODULES
 from quantizer.tasks import tasks
@@ -95,8 +95,8 @@ HUB = {"config.json", "tokenizer.json", "tokenizer_config.json"}
 @pytest.mark.parametrize(
     ("backend", "layout", "graphs"),
     [
-        ("openvino", "openvino", {"model.xml", "model.bin"}),
-        ("onnxruntime", "onnx", {"model.onnx"}),
+        ("openvino", "openvino", {"model.xml", "model.bin", *(f"tokenizer/{name}" for name in HUB)}),
+        ("onnxruntime", "onnx", {"model.onnx", *(f"tokenizer/{name}" for name in HUB)}),
         ("openvino-avx2", "optimum", {"openvino_model.xml", "openvino_model.bin", *HUB}),
         ("onnxruntime-avx2", "optimum", {"model.onnx", *HUB}),
         ("onnxruntime", "transformers-js", {"onnx/model_quantized.onnx", *HUB}),
@@ -202,7 +202,8 @@ def test_the_files_of_an_encoder_decoder(
     start = "openvino_" if backend == "openvino" else ""
     optimum = {f"optimum/{start}{Path(path).name}" for path in expected} | {f"optimum/{name}" for name in HUB}
     sources = {f"onnx/{part}.onnx" for part in PARTS}
-    assert written(tmp_path) == expected | optimum | sources | {"optimum/generation_config.json"}
+    beside = {f"{plain}/tokenizer/{name}" for name in HUB}
+    assert written(tmp_path) == expected | optimum | sources | beside | {"optimum/generation_config.json"}
     assert read_json(tmp_path / "optimum" / "generation_config.json")["num_beams"] == 3
     with pytest.raises(QuantizerError, match="is a layout for another client, without an engine"):
         quantizer.load_converted(tmp_path / "optimum")
@@ -322,18 +323,50 @@ def test_each_task_of_a_layout_has_code(layout: str) -> None:
     (backend,) = backends_of([layout])[-1:]
     known = layout_of(layout, backend)
     assert known is not None
-    for task in known.classes or ("depth-estimation", "audio-classification", "question-answering"):
-        if task in TASKS_IN_PARTS:
-            continue
-        code = client_code(layout, backend, task, ".")
+    for task in known.classes or tasks.names():
+        code = client_code(layout, backend, task, ".", start=7)
         assert code is not None
+        # What the code imports is named.
+        assert ("import soundfile" in code.code) == ("`soundfile`" in code.needs)
+        assert ("from PIL" in code.code) == ("`pillow`" in code.needs)
         if code.language == "python":
             compile(code.code, layout, "exec")
 
 
+@pytest.mark.parametrize(("layout", "backend"), [("openvino", "openvino"), ("onnx", "onnxruntime")])
+def test_the_code_of_graphs_with_a_cache(layout: str, backend: str) -> None:
+    steps = client_code(layout, backend, "text-generation-with-past", ".")
+    assert steps is not None
+    assert 'startswith("past_key_values")' in steps.code
+    writes = client_code(layout, backend, "speech-to-text", ".", start=50258)
+    assert writes is not None
+    assert "numpy.full((len(hidden), 1), 50258)" in writes.code
+    assert 'AutoProcessor.from_pretrained(f"{folder}/processor")' in writes.code
+
+
+@pytest.mark.parametrize(
+    ("backend", "task", "graph"),
+    [
+        ("openvino", "text-to-text", "translator"),
+        ("onnxruntime", "text-generation-with-past", "writer"),
+    ],
+)
+def test_optimum_generates_as_in_the_guide(backend: str, task: str, graph: str) -> None:
+    code = client_code("optimum", backend, task, f"converted/my-{graph}/{backend}/optimum")
+    assert code is not None
+    assert f"```py\n{code.code}```" in PAGE
+
+
+def test_the_first_token_of_a_decoder() -> None:
+    config = SimpleNamespace(decoder_start_token_id=2)
+    assert first_token(SimpleNamespace(config=config)) == 2
+    own = SimpleNamespace(decoder_start_token_id=3)
+    assert first_token(SimpleNamespace(config=config, generation_config=own)) == 3
+    assert first_token(SimpleNamespace(config=config, generation_config=SimpleNamespace())) == 2
+
+
 def test_a_task_without_code() -> None:
     assert client_code("optimum", "openvino", "depth-estimation", ".") is None
-    assert client_code("openvino", "openvino", "text-to-text", ".") is None
 
 
 def test_the_card_of_each_layout(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,6 +379,7 @@ def test_the_card_of_each_layout(checkpoint: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(layouts_module, "write_layout_card", write_card)
     layouts = ["onnx", "optimum", "transformers-js", "compressed-tensors", "sentence-transformers"]
     job = job_of(checkpoint, tmp_path, "sequence-classification", "onnxruntime", *layouts)
+    job.graphs = SimpleNamespace(several=False)
     with_weights(job)
     write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=False)
     shutil.rmtree(tmp_path / "sentence-transformers")
