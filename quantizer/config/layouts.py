@@ -52,6 +52,18 @@ def without_factors(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "quantizer": {**quantizer, "activations": {"smoothquant_alpha": None, **activations}}}
 
 
+def left_out(config: RunConfig) -> str | None:
+    """Return a note on SmoothQuant, which is left out of the preset for a layout; None if nothing is left out."""
+    layouts = [name for name in config.deliver if name in OF_ANY_BACKEND]
+    of_preset = type(config.quantizer)(preset=config.quantizer.preset).activations.smoothquant_alpha
+    if not layouts or of_preset is None or config.quantizer.activations.smoothquant_alpha is not None:
+        return None
+    return (
+        f"SmoothQuant is left out, in the engine too, because the format of {layouts[0]} has no factors for it; to "
+        "keep SmoothQuant in the engine, convert in a run of its own without this layout"
+    )
+
+
 def layout_problems(config: RunConfig) -> Iterator[str]:
     """Yield the problems of the layouts in ``deliver`` with the backend, the task and the ranges of a run."""
     for layout in config.deliver:

@@ -24,8 +24,10 @@ from client_models import (
     MADE,
     PAIRS,
     ROOT,
+    SESSION,
     TEXTS,
     Arrays,
+    begin,
     converted,
     float_outputs,
     layouts_of,
@@ -477,7 +479,8 @@ def measure(client: Client, task: str, backend: str, place: Path) -> Row:
 
 def keep(row: Row) -> None:
     """Keep a row for the page."""
-    ROWS.mkdir(parents=True, exist_ok=True)
+    begin(MADE, SESSION)
+    ROWS.mkdir(exist_ok=True)
     path = ROWS / f"{row.task} {row.backend} {row.client}.json"
     path.write_text(json.dumps(asdict(row)), encoding="utf-8")
 

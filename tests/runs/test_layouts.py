@@ -26,7 +26,7 @@ import quantizer
 import quantizer.pipeline.layouts as layouts_module
 from quantizer.cli.main import main
 from quantizer.config import RunConfig
-from quantizer.config.layouts import LAYOUTS, backends_of, layout_of
+from quantizer.config.layouts import LAYOUTS, backends_of, layout_of, left_out
 from quantizer.config.schema import check_run
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.engines.openvino.engine import OpenVINOBackend
@@ -36,6 +36,8 @@ from quantizer.pipeline.client_code import client_code
 from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.fastest_engine import variants_of
 from quantizer.pipeline.layouts import check_layouts, first_token, write_layout_cards, write_layouts
+from quantizer.pipeline.preflight import ready_to_run
+from quantizer.pipeline.run import RUN
 from quantizer.plan.targets import profiles
 from quantizer.plan.targets.clients import OF_ANY_BACKEND, OF_MODULES
 from quantizer.tasks import tasks
@@ -284,6 +286,25 @@ def test_the_preset_has_no_factors_where_the_layout_has_none(alpha: float | None
     config = run_of("fill-mask", "torch", "compressed-tensors", **given)
     assert config.quantizer.activations.smoothquant_alpha == alpha
     assert config.quantizer.activations.calibrator == "output"
+
+
+@pytest.mark.parametrize("layouts", [[], ["openvino"], ["compressed-tensors"]])
+def test_a_run_says_that_smoothquant_is_left_out(checkpoint: Path, tmp_path: Path, layouts: list[str]) -> None:
+    config = run_of("sequence-classification", "openvino", *layouts)
+    data = config.data.model_copy(
+        update={"calibration": config.data.calibration.model_copy(update={"path": str(checkpoint / "calibration.csv")})}
+    )
+    model = config.model.model_copy(update={"source": str(checkpoint / "model")})
+    ready = ready_to_run(config.model_copy(update={"data": data, "model": model}), tmp_path / "out", RUN, force=False)
+    notes = [note for note in ready.notes if "SmoothQuant" in note]
+    expected = "SmoothQuant is left out, in the engine too, because the format of compressed-tensors has no factors"
+    assert [note.startswith(expected) for note in notes] == [True] * ("compressed-tensors" in layouts)
+
+
+def test_a_preset_without_smoothquant_leaves_nothing_out() -> None:
+    assert left_out(run_of("fill-mask", "openvino", "compressed-tensors", preset="plain")) is None
+    kept = run_of("fill-mask", "openvino", "compressed-tensors", activations={"smoothquant_alpha": 0.5})
+    assert left_out(kept) is None
 
 
 # -- the model cards ---------------------------------------------------------------------------------------------------
