@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 from client_code import LIMITS, Row, keep
+from client_environment import CLIENTS
 from client_models import BACKENDS, ROOT
 from client_page import DETECTOR, YOLO
 
 pytestmark = pytest.mark.nightly
 
-ENVIRONMENT = Path(os.environ.get("QUANTIZER_ULTRALYTICS", ROOT / ".clients" / "ultralytics"))
+ENVIRONMENT = Path(os.environ.get("QUANTIZER_ULTRALYTICS", CLIENTS / "ultralytics"))
 WEIGHTS = Path(os.environ.get("QUANTIZER_YOLO_WEIGHTS", ROOT / "benchmarks" / "detectors" / "weights" / "yolo11n.pt"))
 PROGRAM = Path(__file__).with_name("yolo_program.py")
 

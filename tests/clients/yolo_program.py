@@ -109,10 +109,13 @@ def _boxes(engine: Any, picture: Any) -> list[list[float]]:
 
 
 def _without_torchvision() -> None:
-    """Take the suppression of ultralytics itself, because a torch for CPUs has no torchvision on PyPI."""
+    """Take the suppression of ultralytics itself, because a torch for CPUs has no torchvision on PyPI.
+
+    The torchvision of PyPI raises RuntimeError beside it.
+    """
     try:
         import torchvision  # noqa: F401
-    except ImportError:
+    except (ImportError, RuntimeError):
         sys.modules["torchvision"] = SimpleNamespace(ops=SimpleNamespace(nms=TorchNMS.nms))  # type: ignore[assignment]
 
 
