@@ -215,7 +215,12 @@ def _answer(served: Any) -> Any:
 
 
 def _by_pipeline(task: str, text: Any, **options: Any) -> Callable[[Any], Any]:
-    return lambda served: load_pipeline(converted(task, "onnxruntime"), **options)([text])[0]
+    def call(served: Any) -> Any:
+        results = load_pipeline(converted(task, "onnxruntime"), **options)([text])
+        # Of one text, the pipeline for fill-mask returns the results without a list around them.
+        return results[0] if isinstance(results[0], list) else results
+
+    return call
 
 
 CALLS: dict[str, tuple[str, Callable[[Any], Any], tuple[str, ...]]] = {
