@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quantizer.pipeline.quantize_model import QuantizedModel, quantize_model
     from quantizer.pipeline.task_pipeline import load_pipeline
     from quantizer.pipeline.time_groups import measure_latency_costs
+    from quantizer.plan.compressed_tensors import write_compressed_tensors
     from quantizer.quantizer import Quantizer
     from quantizer.report.compare_shown import compare_runs
     from quantizer.tasks.from_onnx import from_onnx
@@ -37,6 +38,7 @@ __all__ = [
     "measure_latency_costs",
     "push_to_hub",
     "quantize_model",
+    "write_compressed_tensors",
 ]
 
 __version__ = "0.1.0"
@@ -55,6 +57,7 @@ _MODULE_OF = {
     "measure_latency_costs": "quantizer.pipeline.time_groups",
     "push_to_hub": "quantizer.integrations.hub",
     "quantize_model": "quantizer.pipeline.quantize_model",
+    "write_compressed_tensors": "quantizer.plan.compressed_tensors",
 }
 
 _RENAMED = {"measured_prices": "measure_latency_costs"}

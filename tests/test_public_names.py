@@ -55,6 +55,7 @@ def test_the_public_names() -> None:
         "measure_latency_costs",
         "push_to_hub",
         "quantize_model",
+        "write_compressed_tensors",
     ]
 
 

@@ -125,7 +125,7 @@ command succeeds."""
             nargs="+",
             metavar="LAYOUT",
             help="further folders for other clients: openvino, onnx, sentence-transformers, optimum, transformers-js, "
-            "compressed-tensors",
+            "compressed-tensors; of your own module: ultralytics",
         )
         parser.add_argument(
             "--diagnose",

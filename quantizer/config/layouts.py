@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantizer.plan.targets import AUTO, profile, profiles
-from quantizer.plan.targets.clients import OF_ANY_BACKEND, Layout
+from quantizer.plan.targets.clients import OF_ANY_BACKEND, OF_MODULES, Layout
 
 if TYPE_CHECKING:
     from quantizer.config.quantizer_section import QuantizerConfig
@@ -52,16 +52,33 @@ def without_factors(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "quantizer": {**quantizer, "activations": {"smoothquant_alpha": None, **activations}}}
 
 
+def left_out(config: RunConfig) -> str | None:
+    """Return a note on SmoothQuant, which is left out of the preset for a layout; None if nothing is left out."""
+    layouts = [name for name in config.deliver if name in OF_ANY_BACKEND]
+    of_preset = type(config.quantizer)(preset=config.quantizer.preset).activations.smoothquant_alpha
+    if not layouts or of_preset is None or config.quantizer.activations.smoothquant_alpha is not None:
+        return None
+    return (
+        f"SmoothQuant is left out, in the engine too, because the format of {layouts[0]} has no factors for it; to "
+        "keep SmoothQuant in the engine, convert in a run of its own without this layout"
+    )
+
+
 def layout_problems(config: RunConfig) -> Iterator[str]:
     """Yield the problems of the layouts in ``deliver`` with the backend, the task and the ranges of a run."""
     for layout in config.deliver:
-        if layout in LAYOUTS and config.model.task is not None:
+        if layout in OF_MODULES and config.model.task is not None:
+            yield (
+                f"deliver: {layout!r} is for a model of {layout} that a function returns, and for "
+                "QuantizedModel.save(..., deliver=[...]); remove it"
+            )
+        elif layout in LAYOUTS:
             yield from _problems(layout, config.model.task, config.quantizer)
         if layout in OF_ANY_BACKEND and not config.quantize:
             yield f"deliver: {layout!r} holds a quantized model, but quantize is false; remove it"
 
 
-def _problems(layout: str, task: str, settings: QuantizerConfig) -> Iterator[str]:
+def _problems(layout: str, task: str | None, settings: QuantizerConfig) -> Iterator[str]:
     key = f"deliver: {layout!r}"
     if settings.backend == AUTO and not settings.candidates and layout not in OF_ANY_BACKEND:
         written = ", ".join(backends_of([layout]))
@@ -73,7 +90,7 @@ def _problems(layout: str, task: str, settings: QuantizerConfig) -> Iterator[str
         if known is None:
             yield f"{key} does not exist for backend {backend}; expected {' or '.join(backends_of([layout]))}"
             continue
-        if known.classes and task not in known.classes:
+        if known.classes and task is not None and task not in known.classes:
             yield (
                 f"{key} has no class for task {task!r} with backend {backend}; remove it, or use one of the tasks "
                 f"{', '.join(known.classes)}"

@@ -41,6 +41,7 @@ from quantizer.errors import ConfigError
 from quantizer.numerics.formats import UINT8, Format, QType, impossible, least_opset_of, qtype
 from quantizer.plan.reasons import RuleKind
 from quantizer.plan.targets.base import engine_problems
+from quantizer.plan.targets.clients import OF_MODULES
 from quantizer.utils.registry import TASKS_OF_RECORDINGS
 
 _HALF_SCALES_OPSET = 19
@@ -278,7 +279,8 @@ class RunConfig(Section):
         description="Additional files for serving the engine of a checkpoint. 'processor': the tokenizer or image "
         "processor and config.json, for quantizer.load_converted. 'triton': a Triton model repository. "
         "'gpu_check': a script that checks an engine that was built for the GPU of another machine. The others "
-        "are layouts: folders that this client loads, see docs/how-to/serve-with.md.",
+        "are layouts: folders that this client loads, see docs/how-to/serve-with.md. 'ultralytics' alone is for a "
+        "module that a function returns.",
     )
     output: Text = Field(
         default="runs/run",
@@ -399,8 +401,10 @@ class RunConfig(Section):
     @classmethod
     def _is_of_a_checkpoint(cls, deliver: tuple[Delivery, ...], info: ValidationInfo) -> tuple[Delivery, ...]:
         model = info.data.get("model")
-        if deliver and isinstance(model, ModelConfig) and model.task is None:
-            reject(("", "is only for checkpoints; remove it, and load the folder of your module with quantizer.load"))
+        others = [name for name in deliver if name not in OF_MODULES]
+        if others and isinstance(model, ModelConfig) and model.task is None:
+            text = "is only for checkpoints; remove it, and load the folder of your module with quantizer.load"
+            reject(("", f"{others[0]!r} {text}"))
         return deliver
 
     @field_validator("report")

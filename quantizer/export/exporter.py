@@ -330,7 +330,11 @@ def _name_positional(model: nn.Module, args: tuple[Any, ...]) -> None:
         return forward(*args, **inputs)
 
     kind = inspect.Parameter.POSITIONAL_ONLY
-    before = [parameter.replace(kind=kind, default=parameter.empty) for parameter in named[:position]]
+    # Arguments that are passed by name keep their kind.
+    given = min(position, len(args))
+    before = [parameter.replace(kind=kind, default=parameter.empty) for parameter in named[:given]] + named[
+        given:position
+    ]
     numbered = [inspect.Parameter(f"{named[position].name}_{index}", kind) for index in range(len(args) - position)]
     vars(with_names)["__signature__"] = inspect.Signature([*before, *numbered, *named[position + 1 :]])
     vars(model)["forward"] = with_names

@@ -66,6 +66,20 @@ def rename_dimensions(path: Path, names: Mapping[str, str]) -> None:
     path.write_bytes(model.SerializeToString())
 
 
+def fix_sizes(path: Path, sizes: Mapping[str, int], metadata: Mapping[str, str]) -> None:
+    """Make dimensions constant and add metadata, in a copy that replaces a link to an ONNX file."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param in sizes:
+                size.dim_value = sizes[size.dim_param]
+    onnx.helper.set_model_props(model, {**{entry.key: entry.value for entry in model.metadata_props}, **metadata})
+    path.unlink()
+    path.write_bytes(model.SerializeToString())
+
+
 def _check(onnx: Any, file: Path) -> None:
     """Run ``onnx.checker`` without large weights, of which it would make two copies."""
     parts = light_message(file)

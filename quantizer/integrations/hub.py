@@ -11,16 +11,10 @@ from yaml import YAMLError
 
 from quantizer.config.layouts import LAYOUTS
 from quantizer.errors import MissingDependencyError, QuantizerError
-from quantizer.plan.targets import profiles
 from quantizer.utils.files import restore_folder
-from quantizer.utils.paths import is_file, is_folder
+from quantizer.utils.paths import is_file
 
 _CARD = "README.md"
-_PROCESSORS = ("tokenizer", "processor")
-_BARE = frozenset(
-    name for backend in profiles.names() for name, layout in profiles[backend].layouts.items() if not layout.classes
-)
-"""Layouts of a graph alone, beside which clients load the tokenizer of the folder above."""
 
 
 def push_to_hub(
@@ -33,8 +27,8 @@ def push_to_hub(
 ) -> str:
     """Upload an engine's folder, or one of its layouts, to a repository of the hub, and return its address.
 
-    The repository is created if it is missing. Its page is the model card of the folder. A layout of a graph alone gets
-    the tokenizer or processor of the folder above. Layouts inside an engine's folder are not uploaded with it.
+    The repository is created if it is missing. Its page is the model card of the folder. Layouts inside an engine's
+    folder are not uploaded with it.
 
     Example::
 
@@ -85,14 +79,6 @@ def push_to_hub(
         api.upload_folder(
             repo_id=repo_id, folder_path=path, ignore_patterns=inside, commit_message=f"Upload {path.name}"
         )
-        for name in _PROCESSORS:
-            if is_layout and path.name in _BARE and is_folder(path.parent / name):
-                api.upload_folder(
-                    repo_id=repo_id,
-                    folder_path=path.parent / name,
-                    path_in_repo=name,
-                    commit_message=f"Upload the {name}",
-                )
     except (HfHubHTTPError, HFValidationError) as error:
         raise QuantizerError(
             f"the hub refused {repo_id}: {error}; check that the token may write there, or name another repository"

@@ -123,7 +123,9 @@ def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Float32Modules
 
 
 def _converted(module: nn.Module, dtype: torch.dtype, *, recurse: bool) -> nn.Module:
-    converted: nn.Module = module._apply(partial(_cast, dtype), recurse=recurse)  # type: ignore[no-untyped-call]
+    # Models of ultralytics override _apply without the argument.
+    options = {} if recurse else {"recurse": False}
+    converted: nn.Module = module._apply(partial(_cast, dtype), **options)  # type: ignore[no-untyped-call]
     for part in module.modules() if recurse else [module]:
         if isinstance(part, OperandQuantizer):
             # Half models have half scales; calibration chose scales that half can represent.

@@ -25,7 +25,7 @@ from quantizer.pipeline.preflight_checks import Faults
 from quantizer.pipeline.quantize_model import SENSITIVITY_BATCHES, quantize_model
 from quantizer.pipeline.run import RUN
 from quantizer.plan.targets import AUTO, profile, profiles
-from quantizer.plan.targets.clients import OF_ANY_BACKEND
+from quantizer.plan.targets.clients import OF_ANY_BACKEND, OF_MODULES
 from quantizer.report import print_record
 from quantizer.report.tables import plain_text
 from quantizer.tasks import datasets, folder_holds, load_examples, read_checkpoint, tasks, text_files
@@ -205,6 +205,9 @@ def conversion_configs(given: Mapping[str, Any], *, function: bool = False) -> l
     _default(base, "quantize", False)
     if not function:
         _checkpoint(base, given)
+    elif "deliver" in given:
+        _set(base, "deliver", list(given["deliver"]), "deliver")
+        _default(base, "quantizer.backend", backends_of(given["deliver"]))
     if function and ("max_drop" in given or "diagnose" in given):
         _default(base, "amp.batches", SENSITIVITY_BATCHES)
     configs: list[RunConfig] = []
@@ -381,7 +384,8 @@ def _finished(draft: Draft, given: Mapping[str, Any], backend: tuple[str, ...] |
     if backend is not None and backend[0] != AUTO and "deliver" in given:
         # Of several backends, each writes the layouts that it has.
         own = [name for name in given["deliver"] if layout_of(name, backend[0]) is not None]
-        _set(draft, "deliver", [*_SERVING, *own], "deliver")
+        servers = [] if set(own) & set(OF_MODULES) else _SERVING
+        _set(draft, "deliver", [*servers, *own], "deliver")
     option_text = f"--backend {' '.join(given.get('backend', ()))}"
     if backend is not None:
         candidates = [name for name in backend if name != AUTO]
@@ -498,9 +502,12 @@ def _function_problems(given: Mapping[str, Any]) -> Iterator[str]:
             f"--max-drop {given['max_drop']} limits the drop of a score, but --score is missing; expected the function "
             "that takes the module and returns a number, such as --score my_pkg.data:score"
         )
+    of_modules = set(given.get("deliver", ())) <= set(OF_MODULES)
     for option in _OF_CHECKPOINTS:
-        if option in given:
+        if option in given and not (option == "deliver" and of_modules):
             yield f"--{option.replace('_', '-')} is only for checkpoints, but -m {model} is a function; remove it"
+    if "deliver" in given and of_modules:
+        yield from _layout_problems(given["deliver"], given.get("backend"))
     names = given.get("backend", ())
     if len(names) > 1 and AUTO not in names:
         named = " ".join(names)

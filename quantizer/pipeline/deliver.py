@@ -118,6 +118,9 @@ def deliver(job: Job, record: RunRecord) -> str | None:
     signatures = {name: read_signature(files.onnx) for name, files in places.items()}
     onnx = {name: files.onnx for name, files in places.items()}
     write_layouts(job, onnx, quantized=job.config.quantize and stem == QUANTIZED_STEM)
+    if job.config.model.task is None:
+        # Modules have no files for servers.
+        return None
     serving = {name: _serving(job, name, places[name], signature) for name, signature in signatures.items()}
     if "processor" not in kinds:
         return None

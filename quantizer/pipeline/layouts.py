@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from quantizer.config import ModelConfig
-from quantizer.config.layouts import layout_of
+from torch import nn
+
+from quantizer.config import ModelConfig, RunConfig
+from quantizer.config.layouts import backends_of, layout_of
 from quantizer.engines import GraphWriter, backend
 from quantizer.errors import QuantizerError, TaskError
 from quantizer.export.onnx_storage import rename_dimensions
 from quantizer.export.qdq.structure import read_signature
-from quantizer.pipeline.client_code import client_code
+from quantizer.pipeline.benchmark import deployed
+from quantizer.pipeline.client_code import client_code, yolo_code
 from quantizer.pipeline.job import Job
-from quantizer.pipeline.load import write_json
+from quantizer.pipeline.load import processor_folder, write_json
+from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.pipeline.triton import link_file, link_onnx
+from quantizer.pipeline.ultralytics_layout import ultralytics_model, write_ultralytics
 from quantizer.plan.compressed_tensors import compressed_checkpoint
-from quantizer.plan.targets.clients import OF_ANY_BACKEND, Layout
+from quantizer.plan.targets.clients import OF_ANY_BACKEND, OF_MODULES, Layout
 from quantizer.report import RunRecord
 from quantizer.report.model_card import CardClient, write_layout_card
 from quantizer.tasks import save_processor
@@ -42,7 +47,10 @@ def check_layouts(job: Job) -> None:
 def _check(job: Job, layouts: Mapping[str, Layout]) -> None:
     model: Any = job.model
     for name, layout in layouts.items():
-        # A module of a function has no task, and no layouts.
+        if name in OF_MODULES:
+            ultralytics_model(model)
+            continue
+        # Modules of functions have no task.
         task, source = job.context.task.name, job.config.model.source
         if layout.classes and isinstance(model, TextTower):
             raise TaskError(
@@ -63,11 +71,15 @@ def _check(job: Job, layouts: Mapping[str, Layout]) -> None:
 def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> None:
     """Write the layouts of a run into its folder, from the ONNX file of each graph."""
     model: Any = job.model
-    task = job.context.task
     written: dict[str, Path] = {}
     for name, layout in _layouts(job, job.config.quantizer.backend).items():
         if name in OF_ANY_BACKEND:
             _write_weights(job, name)
+            continue
+        if name in OF_MODULES:
+            (onnx,) = graphs.values()
+            batch = batch_of(job.config, limited=bool(job.only_sizes))
+            write_ultralytics(job.target / name, job.name, model, job.config.quantizer.backend, onnx, batch)
             continue
         if job.only_sizes:
             # These files are compiled for all sizes.
@@ -78,14 +90,21 @@ def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> N
         for graph, onnx in graphs.items():
             _write_graph(job, onnx, folder / pattern.format(graph=graph), written.get(graph), layout.dimensions)
             written.setdefault(graph, folder / pattern.format(graph=graph))
-        if layout.classes:
-            save_processor(job.context.processor, model.config, folder)
-            _adapt_tokenizer(folder / "tokenizer_config.json")
-            if (generation := getattr(model, "generation_config", None)) is not None:
-                generation.save_pretrained(folder)
-        if layout.classes.get(task.name) == _SENTENCES:
+        # Clients of a graph alone load the tokenizer or processor from a folder beside it, also after an upload.
+        place = folder if layout.classes else folder / processor_folder(job.context.task.name)
+        save_processor(job.context.processor, model.config, place)
+        _adapt_tokenizer(place / "tokenizer_config.json")
+        if layout.classes and (generation := getattr(model, "generation_config", None)) is not None:
+            generation.save_pretrained(folder)
+        if layout.classes.get(job.context.task.name) == _SENTENCES:
             pooling = getattr(model, "sentence_pooling", MEAN)
             _write_modules(folder, pooling, model.config.hidden_size, job.config.model)
+
+
+def batch_of(config: RunConfig, *, limited: bool) -> int:
+    """Return the batch size of a graph with one size: the smallest, or the usual one if not all are accepted."""
+    smallest, usual, _ = config.export.dynamic.batch
+    return usual if limited else max(smallest, 1)
 
 
 def _write_graph(job: Job, onnx: Path, path: Path, written: Path | None, dimensions: Mapping[str, str]) -> None:
@@ -136,12 +155,64 @@ def write_layout_cards(job: Job, record: RunRecord, *, quantized: bool) -> None:
         folder = job.target / name
         if not is_folder(folder):
             continue
+        if name in OF_MODULES:
+            write_module_card(record, folder, quantized=quantized)
+            continue
         place = ".." if name == _NEEDS_FAST_TOKENIZER else "."
-        code = client_code(name, backend_name, job.context.task.name, place, quantized=quantized)
+        start = first_token(job.model) if job.graphs.several else None
+        code = client_code(name, backend_name, job.context.task.name, place, quantized=quantized, start=start)
         if code is not None:
             client = CardClient(library=code.library, layout=name, needs=code.needs, language=code.language)
             graph: Literal["engine", "float"] = "engine" if quantized else "float"
             write_layout_card(record, folder, client, code.code, of="weights" if name in OF_ANY_BACKEND else graph)
+
+
+def first_token(model: Any) -> int | None:
+    """Return the token with which the decoder of an encoder-decoder model begins."""
+    configs = (getattr(model, "generation_config", None), model.config)
+    starts = [getattr(config, "decoder_start_token_id", None) for config in configs]
+    return next((start for start in starts if start is not None), None)
+
+
+def write_module_layouts(
+    names: Sequence[str], record: RunRecord, config: RunConfig, model: nn.Module, folder: Path, name: str
+) -> None:
+    """Write layouts of a module, with their model cards, into the folder of its engine.
+
+    Args:
+        names: the layouts.
+        record: the record of the run.
+        config: the configuration of the run, with the backend of the engine.
+        model: the float model.
+        folder: the folder with the ONNX files.
+        name: the name of the model.
+
+    Raises:
+        QuantizerError: a layout is unknown, the backend does not have it, or the model does not fit it.
+    """
+    backend_name = config.quantizer.backend
+    quantized = deployed(record) != "float"
+    for layout in names:
+        if layout not in OF_MODULES:
+            raise QuantizerError(f"deliver: {layout!r} is not a layout of a module; expected {', '.join(OF_MODULES)}")
+        if layout_of(layout, backend_name) is None:
+            writers = backends_of([layout])
+            raise QuantizerError(
+                f"deliver: {layout!r} does not exist for backend {backend_name}; quantize the model with "
+                f"backend={writers!r}"
+            )
+        onnx = folder / f"{QUANTIZED_STEM if quantized else FLOAT_STEM}.onnx"
+        batch = batch_of(config, limited=bool(record.fixed_sizes))
+        write_ultralytics(folder / layout, name, model, backend_name, onnx, batch)
+        write_module_card(record, folder / layout, quantized=quantized)
+
+
+def write_module_card(record: RunRecord, folder: Path, *, quantized: bool) -> None:
+    """Write the model card of a layout of a module, from the quantized or the float engine."""
+    (graph,) = (path.name for path in folder.iterdir() if path.suffix == ".onnx" or path.is_dir())
+    code = yolo_code(graph)
+    client = CardClient(library=code.library, layout=folder.name, needs=code.needs, language=code.language)
+    write_layout_card(record, folder, client, code.code, of="engine" if quantized else "float")
 
 
 def _layouts(job: Job, backend_name: str) -> dict[str, Layout]:

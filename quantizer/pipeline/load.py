@@ -37,6 +37,7 @@ from quantizer.pipeline.engine_sizes import EngineSizes, joined
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.plan.compressed_tensors import is_compressed
 from quantizer.plan.targets import profiles
+from quantizer.plan.targets.clients import OF_MODULES
 from quantizer.report import collect_machine, read_record
 from quantizer.tasks import Recordings, Sample, load_processor, read_image, tasks
 from quantizer.tasks.models import empty_model
@@ -422,10 +423,12 @@ def load(
 def _refuse_layout(folder: Path) -> None:
     """Raise if a folder is a layout for another client."""
     files = {layout.file for name in profiles.names() for layout in profiles[name].layouts.values()}
-    graphs = {file.format(graph=graph) for file in files for graph in (QUANTIZED_STEM, ENCODER)}
+    # The files of modules have names of users.
+    is_of_module = folder.name in OF_MODULES or folder.name.endswith("_openvino_model")
+    graphs = {file.format(graph=graph, name="") for file in files for graph in (QUANTIZED_STEM, ENCODER)}
     if not is_folder(folder) or is_file(folder / "config.yaml") or any(folder.glob("*.engine")):
         return
-    if any(is_file(folder / graph) for graph in graphs) or is_compressed(folder):
+    if is_of_module or any(is_file(folder / graph) for graph in graphs) or is_compressed(folder):
         raise QuantizerError(
             f"{folder} is a layout for another client, without an engine; load it with that client (see "
             "docs/how-to/serve-with.md), or load the folder above it, which has the engine"

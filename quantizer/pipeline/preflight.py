@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quantizer.config import DatasetConfig, ModelConfig, RunConfig
+from quantizer.config.layouts import left_out
 from quantizer.config.quantizer_section import Section
 from quantizer.config.schema import check_run
 from quantizer.engines import backend, runs_here
@@ -310,7 +311,7 @@ def _check_labels(name: str, examples: Sequence[Example], classes: int) -> None:
 
 
 def _notes(config: RunConfig) -> list[str]:
-    """Return notes on how the machine affects the run."""
+    """Return notes on how the machine and the layouts affect the run."""
     name = config.quantizer.backend
     notes = []
     if name != AUTO and not runs_here(name):
@@ -322,6 +323,8 @@ def _notes(config: RunConfig) -> list[str]:
             f"this CPU has no VNNI, so that INT8 products saturate on {name}: use the backend "
             f"{profile(name).exact_variant}"
         )
+    if config.quantize and (note := left_out(config)) is not None:
+        notes.append(note)
     return notes
 
 

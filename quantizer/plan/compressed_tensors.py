@@ -183,9 +183,20 @@ def write_compressed_tensors(
 
     Example::
 
-        write_compressed_tensors(model, quantizer.quantize(model), quantizer.plan, "my-model-int8")
+        quantizer.write_compressed_tensors(model, q.quantize(model), q.plan, "my-model-int8")
 
-    See ``compressed_checkpoint`` for the arguments and errors. The tokenizer is not written.
+    The tokenizer is not written.
+
+    Args:
+        model: the float model, of transformers.
+        frozen: the result of ``q.quantize(model)``, where ``q`` is a ``Quantizer``.
+        plan: its plan, ``q.plan``.
+        folder: the folder.
+        dynamic: compute one range per token at run time instead of the ranges of the plan.
+
+    Raises:
+        QuantizerError: the model is not one of transformers, ``frozen`` is not the result of this plan, or no layer can
+            be expressed.
     """
     checkpoint = compressed_checkpoint(model, frozen, plan, dynamic=dynamic)
     checkpoint.save(model, folder)

@@ -24,8 +24,10 @@ from client_models import (
     MADE,
     PAIRS,
     ROOT,
+    SESSION,
     TEXTS,
     Arrays,
+    begin,
     converted,
     float_outputs,
     layouts_of,
@@ -471,9 +473,16 @@ def measure(client: Client, task: str, backend: str, place: Path) -> Row:
         ours=median(ours_took),
         its=median(its),
     )
-    ROWS.mkdir(exist_ok=True)
-    (ROWS / f"{task} {backend} {client.name}.json").write_text(json.dumps(asdict(row)), encoding="utf-8")
+    keep(row)
     return row
+
+
+def keep(row: Row) -> None:
+    """Keep a row for the page."""
+    begin(MADE, SESSION)
+    ROWS.mkdir(exist_ok=True)
+    path = ROWS / f"{row.task} {row.backend} {row.client}.json"
+    path.write_text(json.dumps(asdict(row)), encoding="utf-8")
 
 
 def kept_rows() -> dict[tuple[str, str, str], Row]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +36,8 @@ BACKENDS = ("openvino", "onnxruntime")
 TEXTS = ["the film was good", "a dull plot"]
 PAIRS = [(TEXTS[0], TEXTS[1]), (TEXTS[1], TEXTS[0])]
 MADE = ROOT / "runs" / "clients"
+SESSION = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)
+"""The session of tests, of which pytest-xdist may have several processes."""
 _TOKENS = 6
 """Number of generated tokens."""
 
@@ -197,8 +201,18 @@ def layouts_of(task: str, backend: str) -> list[str]:
     ]
 
 
+def begin(made: Path, session: str) -> None:
+    """Remove models and rows that another session made: the code may have changed since."""
+    stamp = made / "session"
+    if not stamp.exists() or stamp.read_text(encoding="utf-8") != session:
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        stamp.write_text(session, encoding="utf-8")
+
+
 def converted(task: str, backend: str) -> Path:
-    """The folder of a converted model; it is made if it is not there."""
+    """The folder of a converted model; it is made if this session did not make it yet."""
+    begin(MADE, SESSION)
     done = MADE / task / backend
     if not done.exists():
         case = CASES[task]

@@ -37,6 +37,9 @@ _REASONS = {
 }
 """The reasons of cells without figures."""
 
+YOLO, DETECTOR = "YOLO", "YOLO11n"
+"""The client of the layout ``ultralytics``, and its model."""
+
 _TITLES = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
 
 
@@ -45,7 +48,25 @@ def page(rows: Mapping[tuple[str, str, str], Row], calls: int = 30) -> str:
     tables = [_INTRO.format(calls=calls)]
     for layout, clients in groupby(ALL, key=lambda client: client.layout):
         tables.append("\n".join(_table(layout, list(clients), rows)) + "\n")
+    tables.append("\n".join(_detector(rows)) + "\n")
     return "\n".join(tables)
+
+
+def _detector(rows: Mapping[tuple[str, str, str], Row]) -> Iterator[str]:
+    """The table of the layout that has a trained detector in place of tasks."""
+    floats = [f"engine to float, {title}" for title in _TITLES.values()]
+    of = {backend: rows.get((YOLO, DETECTOR, backend)) for backend in _TITLES}
+    yield "## `ultralytics`\n"
+    yield "The model is trained on synthetic scenes. YOLO computes in float32 here. By default, OpenVINO computes in"
+    yield "bfloat16 if the CPU has it.\n"
+    yield f"| model | {' | '.join([*floats, *(f'{YOLO}, {title}' for title in _TITLES.values())])} |"
+    yield f"|{'---|' * (1 + 2 * len(_TITLES))}"
+    engines = ["-" if row is None else _decibels(row.engine) for row in of.values()]
+    yield f"| {DETECTOR} | {' | '.join(engines + [_figures(row) for row in of.values()])} |"
+
+
+def _figures(row: Row | None) -> str:
+    return "not run" if row is None else f"{_decibels(row.sqnr)}, {row.its / row.ours:.2f}x"
 
 
 def _table(layout: str, clients: list[Client], rows: Mapping[tuple[str, str, str], Row]) -> Iterator[str]:
@@ -71,8 +92,7 @@ def _table(layout: str, clients: list[Client], rows: Mapping[tuple[str, str, str
 
 def _cell(client: Client, task: str, backend: str, rows: Mapping[tuple[str, str, str], Row]) -> str:
     if client.loads(task, backend):
-        row = rows.get((client.name, task, backend))
-        return "not run" if row is None else f"{_decibels(row.sqnr)}, {row.its / row.ours:.2f}x"
+        return _figures(rows.get((client.name, task, backend)))
     known = layout_of(client.layout, backend)
     assert known is not None
     if known.classes and task not in known.classes:

@@ -50,7 +50,10 @@ def test_a_file_of_functions_needs_no_task_and_no_data(tmp_path: Path, monkeypat
             ],
         ),
         ({"model": {**MODEL, "task": "sentence-similarity"}}, ["model.task: is for checkpoints, "]),
-        ({"model": MODEL, "deliver": ["triton"]}, ["deliver: is only for checkpoints; remove it, and load the"]),
+        (
+            {"model": MODEL, "deliver": ["triton"]},
+            ["deliver: 'triton' is only for checkpoints; remove it, and load the"],
+        ),
         (
             {"model": MODEL, "quantize": False, "fallback": {"names": ["a"]}},
             ["fallback: is not used, because quantize is false"],

@@ -50,6 +50,18 @@ class All(_Net):
         return self.linear(xs[0]) + xs[1]
 
 
+class Rest(_Net):
+    """Takes further arguments that no caller passes, as models of ultralytics do."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the layer."""
+        return self.linear(x)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor]) -> Rest:  # type: ignore[override]
+        super()._apply(fn)
+        return self
+
+
 class Nested(_Net):
     """Takes a dictionary with a list in it."""
 
@@ -116,6 +128,18 @@ def test_inputs(make: Any, inputs: Callable[[int], Any], names: list[str] | None
     if names is not None:
         assert [node.name for node in session.get_inputs()] == names
     assert {node.shape[0] for node in session.get_inputs()} == {"batch"}
+
+
+def test_an_input_by_name_before_args(tmp_path: Path) -> None:
+    model, path = Rest().eval(), tmp_path / "model.onnx"
+    quantizer = Quantizer(preset="plain", backend="openvino")
+    quantizer.calibrate(model, [{"x": a()}], progress=False)
+    proxy = quantizer.quantize(model)
+    quantizer.export(proxy, path, {"x": a()})
+    session, other = plain_session(path), a(3)
+    with torch.no_grad():
+        expected = proxy(x=other)
+    np.testing.assert_allclose(session.run(None, {"x": other.numpy()})[0], expected.numpy(), **_BOUNDS[False])
 
 
 @pytest.mark.parametrize("keys", [(0, 1), ((1, "a"), "y"), ("z", "y")])

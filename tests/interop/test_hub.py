@@ -61,7 +61,13 @@ class Hub:
 def converted(tmp_path: Path) -> Path:
     """The folder of an engine with layouts."""
     names = ["README.md", "model.engine", "tokenizer/tokenizer.json", "triton/m/config.pbtxt"]
-    names += ["openvino/README.md", "openvino/model.xml", "optimum/README.md", "optimum/tokenizer.json"]
+    names += [
+        "openvino/README.md",
+        "openvino/model.xml",
+        "openvino/tokenizer/tokenizer.json",
+        "optimum/README.md",
+        "optimum/tokenizer.json",
+    ]
     names += ["compressed-tensors/README.md", "compressed-tensors/model.safetensors"]
     for name in names:
         path = tmp_path / "openvino" / name
@@ -74,7 +80,6 @@ def converted(tmp_path: Path) -> Path:
     ("folder", "files"),
     [
         (".", {"README.md", "model.engine", "tokenizer/tokenizer.json", "triton/m/config.pbtxt"}),
-        # This client needs the tokenizer beside its graph.
         ("openvino", {"README.md", "model.xml", "tokenizer/tokenizer.json"}),
         ("optimum", {"README.md", "tokenizer.json"}),
         ("compressed-tensors", {"README.md", "model.safetensors"}),

@@ -26,7 +26,7 @@ import quantizer
 import quantizer.pipeline.layouts as layouts_module
 from quantizer.cli.main import main
 from quantizer.config import RunConfig
-from quantizer.config.layouts import LAYOUTS, backends_of, layout_of
+from quantizer.config.layouts import LAYOUTS, backends_of, layout_of, left_out
 from quantizer.config.schema import check_run
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.engines.openvino.engine import OpenVINOBackend
@@ -35,13 +35,18 @@ from quantizer.export.qdq.structure import read_signature
 from quantizer.pipeline.client_code import client_code
 from quantizer.pipeline.convert_options import conversion_configs
 from quantizer.pipeline.fastest_engine import variants_of
-from quantizer.pipeline.layouts import check_layouts, write_layout_cards, write_layouts
+from quantizer.pipeline.layouts import check_layouts, first_token, write_layout_cards, write_layouts
+from quantizer.pipeline.preflight import ready_to_run
+from quantizer.pipeline.run import RUN
 from quantizer.plan.targets import profiles
-from quantizer.plan.targets.clients import OF_ANY_BACKEND
+from quantizer.plan.targets.clients import OF_ANY_BACKEND, OF_MODULES
 from quantizer.tasks import tasks
 from quantizer.tasks.outputs import SentencePooling
 from quantizer.tasks.zero_shot import TextTower
 from quantizer.utils.registry import TASKS_IN_PARTS
+
+OF_CHECKPOINTS = [name for name in LAYOUTS if name not in OF_MODULES]
+"""The layouts here; those of modules are in test_ultralytics_layout.py."""
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +97,8 @@ HUB = {"config.json", "tokenizer.json", "tokenizer_config.json"}
 @pytest.mark.parametrize(
     ("backend", "layout", "graphs"),
     [
-        ("openvino", "openvino", {"model.xml", "model.bin"}),
-        ("onnxruntime", "onnx", {"model.onnx"}),
+        ("openvino", "openvino", {"model.xml", "model.bin", *(f"tokenizer/{name}" for name in HUB)}),
+        ("onnxruntime", "onnx", {"model.onnx", *(f"tokenizer/{name}" for name in HUB)}),
         ("openvino-avx2", "optimum", {"openvino_model.xml", "openvino_model.bin", *HUB}),
         ("onnxruntime-avx2", "optimum", {"model.onnx", *HUB}),
         ("onnxruntime", "transformers-js", {"onnx/model_quantized.onnx", *HUB}),
@@ -199,7 +204,8 @@ def test_the_files_of_an_encoder_decoder(
     start = "openvino_" if backend == "openvino" else ""
     optimum = {f"optimum/{start}{Path(path).name}" for path in expected} | {f"optimum/{name}" for name in HUB}
     sources = {f"onnx/{part}.onnx" for part in PARTS}
-    assert written(tmp_path) == expected | optimum | sources | {"optimum/generation_config.json"}
+    beside = {f"{plain}/tokenizer/{name}" for name in HUB}
+    assert written(tmp_path) == expected | optimum | sources | beside | {"optimum/generation_config.json"}
     assert read_json(tmp_path / "optimum" / "generation_config.json")["num_beams"] == 3
     with pytest.raises(QuantizerError, match="is a layout for another client, without an engine"):
         quantizer.load_converted(tmp_path / "optimum")
@@ -282,6 +288,25 @@ def test_the_preset_has_no_factors_where_the_layout_has_none(alpha: float | None
     assert config.quantizer.activations.calibrator == "output"
 
 
+@pytest.mark.parametrize("layouts", [[], ["openvino"], ["compressed-tensors"]])
+def test_a_run_says_that_smoothquant_is_left_out(checkpoint: Path, tmp_path: Path, layouts: list[str]) -> None:
+    config = run_of("sequence-classification", "openvino", *layouts)
+    data = config.data.model_copy(
+        update={"calibration": config.data.calibration.model_copy(update={"path": str(checkpoint / "calibration.csv")})}
+    )
+    model = config.model.model_copy(update={"source": str(checkpoint / "model")})
+    ready = ready_to_run(config.model_copy(update={"data": data, "model": model}), tmp_path / "out", RUN, force=False)
+    notes = [note for note in ready.notes if "SmoothQuant" in note]
+    expected = "SmoothQuant is left out, in the engine too, because the format of compressed-tensors has no factors"
+    assert [note.startswith(expected) for note in notes] == [True] * ("compressed-tensors" in layouts)
+
+
+def test_a_preset_without_smoothquant_leaves_nothing_out() -> None:
+    assert left_out(run_of("fill-mask", "openvino", "compressed-tensors", preset="plain")) is None
+    kept = run_of("fill-mask", "openvino", "compressed-tensors", activations={"smoothquant_alpha": 0.5})
+    assert left_out(kept) is None
+
+
 # -- the model cards ---------------------------------------------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "serve-with.md").read_text(encoding="utf-8")
@@ -314,23 +339,55 @@ def test_the_code_of_a_card_is_that_of_the_guide(layout: str, backend: str, task
     assert f"```{'js' if code.language == 'js' else 'py'}\n{text}```" in PAGE
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OF_CHECKPOINTS)
 def test_each_task_of_a_layout_has_code(layout: str) -> None:
     (backend,) = backends_of([layout])[-1:]
     known = layout_of(layout, backend)
     assert known is not None
-    for task in known.classes or ("depth-estimation", "audio-classification", "question-answering"):
-        if task in TASKS_IN_PARTS:
-            continue
-        code = client_code(layout, backend, task, ".")
+    for task in known.classes or tasks.names():
+        code = client_code(layout, backend, task, ".", start=7)
         assert code is not None
+        # What the code imports is named.
+        assert ("import soundfile" in code.code) == ("`soundfile`" in code.needs)
+        assert ("from PIL" in code.code) == ("`pillow`" in code.needs)
         if code.language == "python":
             compile(code.code, layout, "exec")
 
 
+@pytest.mark.parametrize(("layout", "backend"), [("openvino", "openvino"), ("onnx", "onnxruntime")])
+def test_the_code_of_graphs_with_a_cache(layout: str, backend: str) -> None:
+    steps = client_code(layout, backend, "text-generation-with-past", ".")
+    assert steps is not None
+    assert 'startswith("past_key_values")' in steps.code
+    writes = client_code(layout, backend, "speech-to-text", ".", start=50258)
+    assert writes is not None
+    assert "numpy.full((len(hidden), 1), 50258)" in writes.code
+    assert 'AutoProcessor.from_pretrained(f"{folder}/processor")' in writes.code
+
+
+@pytest.mark.parametrize(
+    ("backend", "task", "graph"),
+    [
+        ("openvino", "text-to-text", "translator"),
+        ("onnxruntime", "text-generation-with-past", "writer"),
+    ],
+)
+def test_optimum_generates_as_in_the_guide(backend: str, task: str, graph: str) -> None:
+    code = client_code("optimum", backend, task, f"converted/my-{graph}/{backend}/optimum")
+    assert code is not None
+    assert f"```py\n{code.code}```" in PAGE
+
+
+def test_the_first_token_of_a_decoder() -> None:
+    config = SimpleNamespace(decoder_start_token_id=2)
+    assert first_token(SimpleNamespace(config=config)) == 2
+    own = SimpleNamespace(decoder_start_token_id=3)
+    assert first_token(SimpleNamespace(config=config, generation_config=own)) == 3
+    assert first_token(SimpleNamespace(config=config, generation_config=SimpleNamespace())) == 2
+
+
 def test_a_task_without_code() -> None:
     assert client_code("optimum", "openvino", "depth-estimation", ".") is None
-    assert client_code("openvino", "openvino", "text-to-text", ".") is None
 
 
 def test_the_card_of_each_layout(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +400,7 @@ def test_the_card_of_each_layout(checkpoint: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(layouts_module, "write_layout_card", write_card)
     layouts = ["onnx", "optimum", "transformers-js", "compressed-tensors", "sentence-transformers"]
     job = job_of(checkpoint, tmp_path, "sequence-classification", "onnxruntime", *layouts)
+    job.graphs = SimpleNamespace(several=False)
     with_weights(job)
     write_layouts(job, {"model": tmp_path / "model.onnx"}, quantized=False)
     shutil.rmtree(tmp_path / "sentence-transformers")
@@ -536,7 +594,7 @@ def test_an_engine_for_some_sizes_has_no_layouts(checkpoint: Path, tmp_path: Pat
     assert written(tmp_path) == set()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OF_CHECKPOINTS)
 def test_a_layout_is_not_loaded_as_an_engine(checkpoint: Path, tmp_path: Path, layout: str) -> None:
     (backend,) = backends_of([layout])[-1:]
     job = job_of(checkpoint, tmp_path, "sequence-classification", backend, layout)
@@ -551,9 +609,10 @@ def test_a_layout_is_not_loaded_as_an_engine(checkpoint: Path, tmp_path: Path, l
 def test_the_tables_name_what_there_is() -> None:
     assert {name for name in tasks.names() if tasks[name].in_parts} == set(TASKS_IN_PARTS)
     for name in profiles.names():
-        assert all(set(known.classes) <= set(tasks.names()) for known in profiles[name].layouts.values())
+        layouts = profiles[name].layouts
+        assert all(set(layouts[one].classes) <= set(tasks.names()) for one in layouts if one in OF_CHECKPOINTS)
     graphs = {"openvino", "onnx", "sentence-transformers", "optimum", "transformers-js"}
-    assert set(LAYOUTS) == {*graphs, "compressed-tensors"}
+    assert set(OF_CHECKPOINTS) == {*graphs, "compressed-tensors"}
     assert set(OF_ANY_BACKEND["compressed-tensors"].classes) <= set(tasks.names())
     for task, auto_class in OF_ANY_BACKEND["compressed-tensors"].classes.items():
         assert tasks[task].auto_class == auto_class

@@ -11,7 +11,8 @@ class Layout:
     """A layout that a backend writes: a folder that a client loads without this package.
 
     Attributes:
-        file: the file of a graph in the folder; ``{graph}`` is the name of the graph, ``model`` if there is one alone.
+        file: the file of a graph in the folder; ``{graph}`` is the name of the graph, ``model`` if there is one alone,
+            and ``{name}`` the name of the folder with the engine.
         classes: the class or pipeline of the client by task; empty if it takes the graph of any task.
         unmasked: the tasks whose class passes no attention mask.
         dimensions: other names of the dimensions of a graph with a cache, from which the client makes an empty one.
@@ -85,6 +86,13 @@ COMPRESSED_TENSORS = {
 
 OF_ANY_BACKEND = {"compressed-tensors": Layout("model.safetensors", COMPRESSED_TENSORS)}
 """Layouts without a graph, which hold the weights of the quantized model, whatever the backend."""
+
+
+ULTRALYTICS = {"module": "YOLO"}
+"""The class of ultralytics, for a module that is not a checkpoint."""
+
+OF_MODULES = ("ultralytics",)
+"""Layouts for modules that are models of the client's library; checkpoints do not have them."""
 
 
 @dataclass(frozen=True, kw_only=True)

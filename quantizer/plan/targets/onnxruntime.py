@@ -14,7 +14,7 @@ from quantizer.plan.targets.base import (
     TritonServer,
     profiles,
 )
-from quantizer.plan.targets.clients import PIPELINES, SENTENCES, Layout, optimum_classes
+from quantizer.plan.targets.clients import PIPELINES, SENTENCES, ULTRALYTICS, Layout, optimum_classes
 
 _ONNX_ALONE = {"semantic-segmentation": "SemanticSegmentation"}
 """Tasks and classes that Optimum has for ONNX Runtime alone.
@@ -78,6 +78,7 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
             "transformers-js": Layout(
                 "onnx/{graph}_quantized.onnx", PIPELINES, dimensions={"batch": "batch_size"}, static=True
             ),
+            "ultralytics": Layout("{name}.onnx", ULTRALYTICS),
         },
     )
 )

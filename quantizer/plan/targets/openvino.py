@@ -15,7 +15,7 @@ from quantizer.plan.targets.base import (
     WrongConvolutions,
     profiles,
 )
-from quantizer.plan.targets.clients import SENTENCES, Layout, optimum_classes
+from quantizer.plan.targets.clients import SENTENCES, ULTRALYTICS, Layout, optimum_classes
 
 DYNAMIC_BLOCK = 128
 """The block size of dynamic ranges in our engines. It is a tenth faster than OpenVINO's default of 32."""
@@ -110,6 +110,7 @@ OPENVINO = profiles.add("openvino")(
             "openvino": Layout("{graph}.xml"),
             "sentence-transformers": Layout("openvino/openvino_{graph}.xml", SENTENCES),
             "optimum": Layout("openvino_{graph}.xml", optimum_classes("OV")),
+            "ultralytics": Layout("{name}_openvino_model/{name}.xml", ULTRALYTICS),
         },
     )
 )
