@@ -222,15 +222,7 @@ def _lower_linear(
     packed: dict[fx.Node, fx.Node],
 ) -> None:
     """Lower one linear layer."""
-    reader, bias = only_reader(product), None
-    last = product
-    if is_call(reader, aten.add.Tensor):
-        other = reader.args[1] if reader.args[0] is product else reader.args[0]
-        bias = constant(module, other)
-        if bias is not None and bias.shape == scales.shape:
-            last = reader
-        else:
-            bias = None
+    bias, last = bias_of(module, product, len(scales))
     activation, weight = product.args[:2]
     assert isinstance(activation, fx.Node)
     assert isinstance(weight, fx.Node)
@@ -257,6 +249,16 @@ def _lower_linear(
         kernel = module.graph.call_function(LINEAR, arguments)
         kernel.meta["onnx"] = product.meta.get("onnx", "")
     replace(last, kernel)
+
+
+def bias_of(module: OperatorGraph, product: fx.Node, width: int) -> tuple[torch.Tensor | None, fx.Node]:
+    """Return the bias [width] that alone reads a product, and the sum; without one, None and the product."""
+    reader = only_reader(product)
+    if is_call(reader, aten.add.Tensor):
+        bias = constant(module, reader.args[1] if reader.args[0] is product else reader.args[0])
+        if bias is not None and bias.shape == (width,):
+            return bias, reader
+    return None, product
 
 
 def lower_convolutions(module: OperatorGraph) -> int:
@@ -527,17 +529,17 @@ def lower(imported: Imported, usual: Mapping[str, int] = MappingProxyType({})) -
     fuse_attention(module)
     lower_linears(module)
     lower_convolutions(module)
-    _unpack_constants(module)
+    unpack_constants(module)
     merge_linears(module)
     fuse_residual_adds(module, node_shapes(module, imported.inputs, sizes))
     fuse_activations(module)
     fuse_quantizers(module)
     module.graph.eliminate_dead_code()
-    _drop_unread_constants(module)
+    drop_unread_constants(module)
     return sizes
 
 
-def _unpack_constants(module: OperatorGraph) -> None:
+def unpack_constants(module: OperatorGraph) -> None:
     """Replace dequantized constants without an integer kernel, such as embedding tables, by floats."""
     module.graph.eliminate_dead_code()
     for node in list(module.graph.nodes):
@@ -551,7 +553,8 @@ def _unpack_constants(module: OperatorGraph) -> None:
             replace(node, floats)
 
 
-def _drop_unread_constants(module: OperatorGraph) -> None:
+def drop_unread_constants(module: OperatorGraph) -> None:
+    """Delete the constants that no node reads."""
     read = {node.target for node in module.graph.nodes if node.op == "get_attr"}
     for name in [name for name, _ in module.named_buffers() if name not in read]:
         delattr(module, name)
