@@ -7,9 +7,9 @@
 - residual add > LayerNorm or RMSNorm > Q;
 - the sum of embeddings > LayerNorm or RMSNorm > Q.
 
-A result is written in 8 bits for the quantizers that read it, and in 16 bits only for other readers. UINT8 values become
-INT8 ones by a shift of the zero point, which is in the bias of the layer that reads them: s (a - z) w t + b
-= s a w t + (b - s z t sum_k w). ``kernel_plan.py`` says what a lowered graph does.
+A result is written in 8 bits for the quantizers that read it, and in 16 bits only for other readers. UINT8 values
+become INT8 ones by a shift of the zero point, which is in the bias of the layer that reads them: s (a - z) w t + b =
+s a w t + (b - s z t sum_k w). ``kernel_plan.py`` says what a lowered graph does.
 """
 
 from __future__ import annotations
@@ -109,15 +109,14 @@ def sign_activations(module: OperatorGraph) -> None:
     unsigned = (UINT8.qmin, UINT8.qmax, torch.uint8)
     shift = INT8.qmin - UINT8.qmin
     for node in module.graph.nodes:
-        if is_call(node, quantize) and node.args[3:] == unsigned:
-            if all(is_call(reader, dequantize) and reader.args[1:] == node.args[1:] for reader in node.users):
-                for each in (node, *node.users):
-                    each.args = (*each.args[:2], each.args[2] + shift, INT8.qmin, INT8.qmax, torch.int8)
+        is_unsigned = is_call(node, quantize) and node.args[3:] == unsigned
+        if is_unsigned and all(is_call(user, dequantize) and user.args[1:] == node.args[1:] for user in node.users):
+            for each in (node, *node.users):
+                point: Any = each.args[2]
+                each.args = (*each.args[:2], point + shift, INT8.qmin, INT8.qmax, torch.int8)
 
 
-def _lower_linears(
-    module: OperatorGraph, shapes: Shapes, overload: int
-) -> dict[str, str]:
+def _lower_linears(module: OperatorGraph, shapes: Shapes, overload: int) -> dict[str, str]:
     """Lower the linear layers; return the reasons of those that are not lowered, by the name of the ONNX node."""
     reasons = {}
     for node in list(module.graph.nodes):
@@ -221,7 +220,7 @@ def _readers(value: fx.Node, inner: Iterable[fx.Node]) -> tuple[list[fx.Node], l
     """
     users = [user for user in value.users if user not in inner]
     first = next((user for user in users if is_call(user, quantize) and user.args[5] is torch.int8), None)
-    quantizers = [] if first is None else [user for user in users if is_call(user, quantize) and user.args == first.args]
+    quantizers = [user for user in users if first is not None and is_call(user, quantize) and user.args == first.args]
     return quantizers, [user for user in users if user not in quantizers]
 
 
@@ -335,9 +334,7 @@ def _constant_and_other(module: OperatorGraph, node: Any, target: Any) -> tuple[
     return (tensor, second) if tensor is not None else (constant(module, second), first)
 
 
-def _lower_norms(
-    module: OperatorGraph, shapes: Shapes, dtype: torch.dtype, overload: int
-) -> None:
+def _lower_norms(module: OperatorGraph, shapes: Shapes, dtype: torch.dtype, overload: int) -> None:
     for node in list(module.graph.nodes):
         norm = _norm(module, node)
         if norm is not None:
@@ -405,9 +402,7 @@ def _embeddings(module: OperatorGraph, value: fx.Node) -> list[tuple[Tensor, fx.
     return leaves if len(leaves) in (2, 3) else None
 
 
-def _summands(
-    module: OperatorGraph, value: fx.Node, shapes: Shapes
-) -> tuple[fx.Node, fx.Node] | None:
+def _summands(module: OperatorGraph, value: fx.Node, shapes: Shapes) -> tuple[fx.Node, fx.Node] | None:
     """Return the two tensors of one shape whose sum is a value; None for any other value."""
     if not is_call(value, aten.add.Tensor) or len(value.args) != 2 or value.kwargs:
         return None
@@ -487,8 +482,8 @@ def _store_in_16_bits(
         elif is_call(node, dequantize):
             node.kwargs = {"out_dtype": dtype}
             half.add(node)
-        elif is_call(node, aten.embedding.default) and constant(module, node.args[0]) is not None:
-            node.args = (cast(node.args[0]), *node.args[1:])
+        elif is_call(node, aten.embedding.default) and node.args[0] in floats:
+            node.args = fx.node.map_arg(node.args, cast)
             half.add(node)
         elif any(value in half for value in node.all_input_nodes) and not is_call(node, *_IN_FLOAT32):
             node.args = fx.node.map_arg(node.args, cast)

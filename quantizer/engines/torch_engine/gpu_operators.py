@@ -1,4 +1,4 @@
-"""Operators of 8-bit layers, each in two overloads: ``triton``, a kernel of a GPU, and ``reference``, operations of torch.
+"""Operators of 8-bit layers in two overloads: ``triton`` is a kernel of a GPU, ``reference`` operations of torch.
 
 Legend: x [.., K] floats; a [.., K] int8, with scale s and zero point z; w [N, K] int8, with scale t [N]. A result in 8
 bits has the scale ``next_scale`` and the zero point ``next_point``. Zero points of a are in the bias of a layer.
@@ -56,10 +56,12 @@ def _triton_linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
     from quantizer.numerics.triton_kernels.products import Epilogue, linear
     from quantizer.numerics.triton_kernels.tiles import first_tile
 
-    *before, residual, next_scale, point, activation, dtype, parts = operands
-    rows, epilogue = _rows(a), Epilogue(activation=activation, dtype=dtype, parts=parts)
-    tensors = (rows, weight, *before, None if residual is None else _rows(residual), next_scale)
-    return linear(*tensors, epilogue, first_tile(len(rows)), point=point).reshape(_shape(a, weight, parts))
+    scale, scales, bias, residual, next_scale, point, activation, dtype, parts = operands
+    rows, added = _rows(a), None if residual is None else _rows(residual)
+    epilogue = Epilogue(activation=activation, dtype=dtype, parts=parts)
+    tile = first_tile(len(rows))
+    y = linear(rows, weight, scale, scales, bias, added, next_scale, epilogue, tile, point=point)
+    return y.reshape(_shape(a, weight, parts))
 
 
 def _linear_without_data(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
@@ -148,7 +150,7 @@ def _triton_embedding_norm(
 ) -> list[Tensor]:
     from quantizer.numerics.triton_kernels.norms import embedding_norm
 
-    indices = torch.broadcast_tensors(ids, positions, *(() if types is None else (types,)))
+    indices = _broadcast(ids, positions, types)
     flat = [index.reshape(-1).contiguous() for index in indices]
     results = embedding_norm(
         *(flat[0], flat[1], None if types is None else flat[2], words, places, kinds),
@@ -157,6 +159,12 @@ def _triton_embedding_norm(
     )
     shape = (*indices[0].shape, words.shape[1])
     return [result.reshape(shape) for result in results if result is not None]
+
+
+def _broadcast(*indices: Tensor | None) -> tuple[Tensor, ...]:
+    broadcast: Any = torch.broadcast_tensors
+    result: tuple[Tensor, ...] = broadcast(*(index for index in indices if index is not None))
+    return result
 
 
 def _embedding_without_data(
@@ -168,7 +176,7 @@ def _embedding_without_data(
     kinds: Tensor | None,
     *options: Any,
 ) -> list[Tensor]:
-    indices = torch.broadcast_tensors(ids, positions, *(() if types is None else (types,)))
+    indices = _broadcast(ids, positions, types)
     return _results_without_data(words.new_empty((*indices[0].shape, words.shape[1])), *options)
 
 

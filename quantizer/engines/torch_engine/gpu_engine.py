@@ -1,0 +1,156 @@
+"""Engines of the torch backend on an NVIDIA GPU, from the graph of an ONNX file; see ``gpu_lowering.py``.
+
+A kernel that does not compile for the GPU is replaced by operations of torch when the engine is loaded, with its reason
+in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantizer.engines.base import InputSizes
+from quantizer.engines.measure import made_up_inputs
+from quantizer.engines.torch_engine.engine import TorchEngine
+from quantizer.engines.torch_engine.gpu_lowering import KERNELS, lower_for_gpu
+from quantizer.engines.torch_engine.gpu_operators import OPERATORS
+from quantizer.engines.torch_engine.graph_file import program
+from quantizer.engines.torch_engine.kernel_plan import KernelPlan, kernel_plan
+from quantizer.engines.torch_engine.lowering import aten, is_call
+from quantizer.errors import EngineError
+from quantizer.export.onnx_import.graph_builder import OperatorGraph
+from quantizer.export.onnx_import.importer import Imported, import_onnx
+from quantizer.utils.lazy import import_library
+
+_LEAST_CAPABILITY = (8, 0)
+"""The first compute capability with products of INT8 and with bfloat16 in Triton."""
+
+
+class GpuEngine(TorchEngine):
+    """Lowered graph on a GPU.
+
+    Attributes:
+        plan: what each kernel reads and writes, and why.
+    """
+
+    plan: KernelPlan
+
+    def __init__(self, module: OperatorGraph, imported: Imported, device: str, threads: int, plan: KernelPlan) -> None:
+        compute = program(module)
+
+        def run(*inputs: Tensor) -> list[Tensor]:
+            return [output.cpu() for output in compute(*(tensor.to(device) for tensor in inputs))]
+
+        super().__init__(run, imported.inputs, imported.outputs, threads)
+        self.device, self.plan = device, plan
+
+
+def load_on_gpu(path: Path, *, threads: int = 1, dtype: torch.dtype = torch.float16) -> GpuEngine:
+    """Return the engine of an ONNX file on the current GPU.
+
+    Args:
+        path: a Q/DQ file.
+        threads: number of CPU threads.
+        dtype: type of values that are not quantized, float16 or bfloat16.
+
+    Raises:
+        EngineError: there is no GPU, it is too old, or the graph does not run.
+        MissingDependencyError: Triton is not installed.
+    """
+    if path.suffix.lower() != ".onnx":
+        raise EngineError(f"{path} is an engine for the CPU: pass its ONNX file to load it on a GPU")
+    if (reason := no_gpu()) is not None:
+        raise EngineError(reason)
+    import_library("triton", "triton")
+    return engine_on(path, "cuda", threads=threads, dtype=dtype)
+
+
+def no_gpu() -> str | None:
+    """Return why kernels cannot run on this machine; None if they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU on this machine; leave out the device for the CPU"
+    capability = torch.cuda.get_device_capability()
+    if capability < _LEAST_CAPABILITY:
+        found, least = (".".join(map(str, pair)) for pair in (capability, _LEAST_CAPABILITY))
+        return f"the GPU has compute capability {found}, but the kernels need {least} or later; use the CPU"
+    return None
+
+
+def engine_on(
+    path: Path, device: str, *, threads: int = 1, dtype: torch.dtype = torch.float16, triton: bool = True
+) -> GpuEngine:
+    """Return the engine of an ONNX file on a device.
+
+    Args:
+        path: a Q/DQ file.
+        device: a device of torch.
+        threads: number of CPU threads.
+        dtype: type of values that are not quantized.
+        triton: run Triton's kernels; False: their references in torch, which also run on a CPU.
+
+    Raises:
+        EngineError: the graph does not run.
+    """
+    imported = import_onnx(path)
+    try:
+        sizes, reasons = lower_for_gpu(imported, dtype=dtype, triton=triton)
+    except EngineError as error:
+        raise EngineError(f"backend torch cannot run {path}: {error}") from error
+    module = imported.module.to(device)
+    create_on(module, device)
+    fallbacks = replace_failing(module, sample_inputs(imported, sizes, device)) if triton else {}
+    return GpuEngine(module, imported, device, threads, kernel_plan(module, reasons, fallbacks))
+
+
+_FACTORIES = (aten.arange.default, aten.arange.start_step, aten.full.default, aten.scalar_tensor.default)
+
+
+def create_on(module: OperatorGraph, device: str) -> None:
+    """Let the operators of a graph create new tensors on a device."""
+    for node in module.graph.nodes:
+        if is_call(node, *_FACTORIES):
+            node.kwargs = {**node.kwargs, "device": device}
+
+
+def sample_inputs(imported: Imported, sizes: InputSizes, device: str) -> list[Tensor]:
+    """Return generated inputs of a graph, by position."""
+    arrays = made_up_inputs(imported.inputs, sizes)
+    return [torch.from_numpy(arrays[spec.name]).to(device) for spec in imported.inputs]
+
+
+def replace_failing(module: OperatorGraph, inputs: Sequence[Tensor]) -> dict[str, str]:
+    """Run a graph, and replace each kernel that fails by its reference; return the reasons by node name."""
+    trial = _Trial(module)
+    with torch.inference_mode():
+        trial.run(*inputs)
+    return trial.reasons
+
+
+class _Trial(fx.Interpreter):
+    """Interpreter that replaces kernels that fail.
+
+    Attributes:
+        reasons: why they failed, by node name.
+    """
+
+    def __init__(self, module: OperatorGraph) -> None:
+        super().__init__(module)
+        self.reasons: dict[str, str] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not is_call(n, *KERNELS):
+            return super().run_node(n)
+        try:
+            return super().run_node(n)
+        except torch.OutOfMemoryError:
+            # The reference needs more memory.
+            raise
+        except Exception as error:  # noqa: BLE001, as Triton's compiler raises errors of many classes
+            first = (str(error).strip().splitlines() or [""])[0]
+            self.reasons[n.name] = f"its kernel failed: {type(error).__name__}: {first}"
+            n.target = OPERATORS[str(n.target).split(".")[1]].reference
+            return super().run_node(n)
