@@ -149,7 +149,7 @@ class _Trial(fx.Interpreter):
         except torch.OutOfMemoryError:
             # The reference needs more memory.
             raise
-        except Exception as error:  # noqa: BLE001, as Triton's compiler raises errors of many classes
+        except Exception as error:  # noqa: BLE001 - the compiler of kernels raises errors of many classes
             first = (str(error).strip().splitlines() or [""])[0]
             self.reasons[n.name] = f"its kernel failed: {type(error).__name__}: {first}"
             n.target = OPERATORS[str(n.target).split(".")[1]].reference

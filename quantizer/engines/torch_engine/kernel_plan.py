@@ -1,4 +1,4 @@
-"""What each kernel of a graph of ``lower_for_gpu`` reads and writes, in 8 or in 16 bits, and why.
+"""Plan of the kernels of a graph of ``lower_for_gpu``: what each reads and writes, in 8 or in 16 bits, and why.
 
 >>> print(kernel_plan(module, reasons))
 encoder.layer.0.attention.output.LayerNorm: norm_int8
