@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from quantizer.engines.torch_engine.gpu_lowering import lower_for_gpu
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.errors import EngineError, MissingDependencyError
 from quantizer.export.onnx_import.importer import import_onnx
+from quantizer.numerics.triton_kernels.tiles import TileTable
 from quantizer.tasks.metrics import sqnr_db
 from quantizer.utils import lazy
 
@@ -154,3 +156,30 @@ print([name for name in sys.modules if name.startswith(names)])
 def test_engines_of_a_cpu_import_nothing_of_a_gpu(path: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _ON_A_CPU, str(path), str(tmp_path / "m.engine")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_tiles_are_measured_once_and_kept(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _needs_interpreter()
+    inputs = {name: value.numpy() for name, value in batch("bert", seed=9).items()}
+    table = TileTable()
+    for module in (gpu_engine, gpu_operators):
+        monkeypatch.setattr(module, "TABLE", table)
+    engine = engine_on(path, "cpu", triton=True)
+    before, turns = _outputs(engine), itertools.count()
+    # 24 tokens and 3 rows of the pooler; q, k and v, attention's output, up, down: alike in both layers.
+    assert engine.tune(inputs, tmp_path / "tiles.json", seconds=lambda call: -next(turns)) == 5
+    assert {product.rows for product in table} == {16, 32}
+    assert {table.tile(product, 1) for product in table} == {None}  # the last candidate was the fastest
+    assert sqnr_db(before, _outputs(engine)) > 40
+    fresh = TileTable()
+    for module in (gpu_engine, gpu_operators):
+        monkeypatch.setattr(module, "TABLE", fresh)
+    assert engine.tune(inputs, tmp_path / "tiles.json", seconds=lambda call: -next(turns)) == 0
+    assert set(fresh) == set(table)
+
+
+def test_a_cpu_has_no_graphs(path: Path) -> None:
+    engine = engine_on(path, "cpu", triton=False)
+    first = _outputs(engine)
+    assert (_outputs(engine) == first).all()
+    assert engine.no_graphs == "a CPU has no CUDA graphs"

@@ -1,12 +1,15 @@
 """Engines of the torch backend on an NVIDIA GPU, from the graph of an ONNX file; see ``gpu_lowering.py``.
 
 A kernel that does not compile for the GPU is replaced by operations of torch when the engine is loaded, with its reason
-in the plan.
+in the plan. From the second call with the same shapes on, an engine replays a CUDA graph. ``GpuEngine.tune`` measures
+the tiles of the products for a shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,15 @@ from quantizer.engines.base import InputSizes
 from quantizer.engines.measure import made_up_inputs
 from quantizer.engines.torch_engine.engine import TorchEngine
 from quantizer.engines.torch_engine.gpu_lowering import KERNELS, lower_for_gpu
-from quantizer.engines.torch_engine.gpu_operators import OPERATORS
+from quantizer.engines.torch_engine.gpu_operators import OPERATORS, linear_with, product_of
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.engines.torch_engine.kernel_plan import KernelPlan, kernel_plan
 from quantizer.engines.torch_engine.lowering import aten, is_call
+from quantizer.engines.torch_engine.shape_graphs import ShapeGraphs
 from quantizer.errors import EngineError
 from quantizer.export.onnx_import.graph_builder import OperatorGraph
 from quantizer.export.onnx_import.importer import Imported, import_onnx
+from quantizer.numerics.triton_kernels.tiles import TABLE, tiles_for
 from quantizer.utils.lazy import import_library
 
 _LEAST_CAPABILITY = (8, 0)
@@ -35,18 +40,100 @@ class GpuEngine(TorchEngine):
 
     Attributes:
         plan: what each kernel reads and writes, and why.
+        no_graphs: why calls do not replay CUDA graphs; None: they do.
     """
 
     plan: KernelPlan
 
     def __init__(self, module: OperatorGraph, imported: Imported, device: str, threads: int, plan: KernelPlan) -> None:
-        compute = program(module)
-
-        def run(*inputs: Tensor) -> list[Tensor]:
-            return [output.cpu() for output in compute(*(tensor.to(device) for tensor in inputs))]
-
-        super().__init__(run, imported.inputs, imported.outputs, threads)
+        super().__init__(self._on_device, imported.inputs, imported.outputs, threads)
         self.device, self.plan = device, plan
+        self._module = module
+        self._graphs = ShapeGraphs(program(module))
+        if device == "cpu":
+            self._graphs.reason = "a CPU has no CUDA graphs"
+
+    @property
+    def no_graphs(self) -> str | None:
+        return self._graphs.reason
+
+    def _on_device(self, *inputs: Tensor) -> list[Tensor]:
+        outputs = self._graphs(*(tensor.to(self.device) for tensor in inputs))
+        return [output.cpu() for output in outputs]
+
+    def tune(
+        self,
+        inputs: Any,
+        file: str | Path | None = None,
+        *,
+        seconds: Callable[[Callable[[], object]], float] | None = None,
+    ) -> int:
+        """Measure the tiles of the products for inputs of a shape, and use the fastest from then on.
+
+        Args:
+            inputs: inputs as in a call of the engine.
+            file: the table of tiles to read first and to write; products in it are not measured again.
+            seconds: returns the seconds of a call; None: measured on the GPU.
+
+        Returns:
+            the number of products that were measured.
+
+        Raises:
+            EngineError: inputs of another type or shape, or a damaged file.
+        """
+        if file is not None:
+            TABLE.read(Path(file))
+        tuner = _Tuner(self._module, seconds or gpu_seconds)
+        tensors = [torch.from_numpy(array.copy()).to(self.device) for array in self._checked(inputs).values()]
+        with torch.inference_mode():
+            tuner.run(*tensors)
+        self._graphs.forget()
+        if file is not None:
+            TABLE.write(Path(file))
+        return tuner.count
+
+
+class _Tuner(fx.Interpreter):
+    """Interpreter that measures the tiles of each product that has no entry in the table.
+
+    Attributes:
+        count: the products that were measured.
+    """
+
+    def __init__(self, module: OperatorGraph, seconds: Callable[[Callable[[], object]], float]) -> None:
+        super().__init__(module)
+        self.count = 0
+        self._seconds = seconds
+
+    def run_node(self, n: fx.Node) -> Any:
+        if is_call(n, OPERATORS["linear_int8"].triton):
+            a, *operands = self.fetch_args_kwargs_from_env(n)[0]
+            product = product_of(a, *operands)
+            if product not in TABLE:
+                tiles = (*tiles_for(product.rows), None)
+                TABLE.measure(
+                    product, {tile: partial(linear_with, tile, a, *operands) for tile in tiles}, self._seconds
+                )
+                self.count += 1
+        return super().run_node(n)
+
+
+_TIMED_CALLS = 10
+
+
+def gpu_seconds(call: Callable[[], object]) -> float:
+    """Return the median time of a call by the clock of the GPU, in seconds."""
+    cuda: Any = torch.cuda
+    taken: list[float] = []
+    for turn in range(-2, _TIMED_CALLS):
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        if turn >= 0:
+            taken.append(start.elapsed_time(end) / 1000)
+    return statistics.median(taken)
 
 
 def load_on_gpu(path: Path, *, threads: int = 1, dtype: torch.dtype = torch.float16) -> GpuEngine:

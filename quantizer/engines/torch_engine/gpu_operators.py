@@ -17,12 +17,14 @@ quantize_int8           the quantized values of x
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantizer.numerics.triton_kernels import reference
+from quantizer.numerics.triton_kernels.tiles import TABLE, Product, Tile, bucket
 
 _NORM = (
     "Tensor weight, Tensor? bias, float eps, bool rms, bool total, bool value, bool codes, float next_scale, "
@@ -52,14 +54,34 @@ def _linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
     return y.reshape(_shape(a, weight, parts))
 
 
+def product_of(a: Tensor, weight: Tensor, *operands: Any) -> Product:
+    """Return the product of a call of ``linear_int8`` as an entry of a table of tiles."""
+    *_, bias, residual, _, _, activation, dtype, parts = operands
+    epilogue = [activation, str(dtype).removeprefix("torch."), f"{parts} results"]
+    epilogue += ["bias"] * (bias is not None) + ["residual"] * (residual is not None)
+    rows = bucket(a.numel() // a.shape[-1])
+    n, k = weight.shape
+    return Product(rows, n, k, ", ".join(epilogue), _capability(a.device))
+
+
+@cache
+def _capability(device: torch.device) -> str:
+    return ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else device.type
+
+
 def _triton_linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
+    return linear_with(TABLE.tile(product_of(a, weight, *operands), a.numel() // a.shape[-1]), a, weight, *operands)
+
+
+def linear_with(tile: Tile | None, a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
+    """Compute ``linear_int8`` with a tile; None: with operations of torch."""
+    if tile is None:
+        return _linear(a, weight, *operands)
     from quantizer.numerics.triton_kernels.products import Epilogue, linear
-    from quantizer.numerics.triton_kernels.tiles import first_tile
 
     scale, scales, bias, residual, next_scale, point, activation, dtype, parts = operands
     rows, added = _rows(a), None if residual is None else _rows(residual)
     epilogue = Epilogue(activation=activation, dtype=dtype, parts=parts)
-    tile = first_tile(len(rows))
     y = linear(rows, weight, scale, scales, bias, added, next_scale, epilogue, tile, point=point)
     return y.reshape(_shape(a, weight, parts))
 
