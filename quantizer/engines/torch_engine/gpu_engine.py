@@ -48,14 +48,19 @@ class GpuEngine(TorchEngine):
     def __init__(self, module: OperatorGraph, imported: Imported, device: str, threads: int, plan: KernelPlan) -> None:
         super().__init__(self._on_device, imported.inputs, imported.outputs, threads)
         self.device, self.plan = device, plan
-        self._module = module
-        self._graphs = ShapeGraphs(program(module))
+        self._module, self._program = module, program(module)
+        self._graphs = ShapeGraphs(self._program)
         if device == "cpu":
             self._graphs.reason = "a CPU has no CUDA graphs"
 
     @property
     def no_graphs(self) -> str | None:
         return self._graphs.reason
+
+    def compute(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs for inputs by position, all on the device of the engine, without CUDA graphs."""
+        outputs: tuple[Tensor, ...] = self._program(*inputs)
+        return outputs
 
     def _on_device(self, *inputs: Tensor) -> list[Tensor]:
         outputs = self._graphs(*(tensor.to(self.device) for tensor in inputs))
