@@ -7,10 +7,10 @@ Without a GPU it writes the section on kernels that read and write 8 bits: what 
 their references in torch are to the frozen proxy, and "not measured"; existing figures are not replaced. Weights are
 random, with which the time is the same. INT8 and FP8 are ``Quantizer.lower`` of the model, cast to bfloat16. All are
 captured into a CUDA graph and its replays timed, interleaved with the reference, so that no time of launches is in
-them; ``torch.compile(mode="reduce-overhead")`` does that for a user. A share is that of the rate of one large product in
-the same type, measured first: of the multiply-adds of all linear layers. TensorRT's engines are measured where its
-library is installed, as a call from the memory of the host. What is too large for the memory of a GPU, or needs a
-newer one, is a row with the reason.
+them; ``torch.compile(mode="reduce-overhead")`` does that for a user. A share is that of the rate of one large product
+in the same type, measured first: of the multiply-adds of all linear layers. TensorRT's engines are measured where its
+library is installed, as a call from the memory of the host. What is too large for the memory of a GPU, or needs a newer
+one, is a row with the reason.
 """
 
 from __future__ import annotations
