@@ -54,6 +54,32 @@ def test_kernels_compute_what_their_references_do(path: Path) -> None:
     assert sqnr_db(_outputs(references), _outputs(kernels)) > 40
 
 
+@pytest.fixture(scope="module")
+def fp8_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of the encoder in FP8, as for TensorRT."""
+    q = Quantizer(preset="plain", backend="tensorrt", dtype="fp8", sites={"matmul": False})
+    model = tiny("bert")
+    q.calibrate(model, [batch("bert", seed=seed) for seed in range(4)])
+    return q.export(q.quantize(model), tmp_path_factory.mktemp("fp8") / "m.onnx", batch("bert"))
+
+
+def test_kernels_of_fp8_compute_what_their_references_do(fp8_path: Path) -> None:
+    _needs_interpreter()
+    kernels, references = (engine_on(fp8_path, "cpu", triton=triton) for triton in (True, False))
+    assert not [kernel for kernel in kernels.plan.kernels if kernel.fallback]
+    assert sqnr_db(*(_outputs(engine).astype("float32") for engine in (references, kernels))) > 35
+
+
+def test_fp8_on_a_gpu_without_it(fp8_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(
+        EngineError, match=r"in FP8, which needs compute capability 8\.9 or later, but the GPU has 8\.6"
+    ):
+        engine_on(fp8_path, "cuda")
+    assert gpu_engine.no_fp8(import_onnx(path).module) is None
+
+
 def test_a_kernel_that_fails_is_replaced_and_the_plan_says_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_error(*_: Any) -> Any:
         raise NotImplementedError("no wgmma on this GPU\nat line 3")
@@ -70,14 +96,14 @@ def test_a_kernel_that_fails_is_replaced_and_the_plan_says_why(path: Path, monke
 
 def test_only_the_layer_whose_kernel_fails_is_replaced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _needs_interpreter()
-    compute = gpu_operators.KERNELS["linear_int8"]
+    compute = gpu_operators.KERNELS["linear_8bit"]
 
     def fail_at_gelu(a: torch.Tensor, *operands: Any) -> Any:
         if "gelu" in operands:
             raise RuntimeError("PassManager::run failed")
         return compute(a, *operands)
 
-    monkeypatch.setitem(gpu_operators.KERNELS, "linear_int8", fail_at_gelu)
+    monkeypatch.setitem(gpu_operators.KERNELS, "linear_8bit", fail_at_gelu)
     plan = engine_on(path, "cpu", triton=True).plan
     assert [kernel.sites for kernel in plan.kernels if kernel.fallback] == [
         (f"encoder.layer.{layer}.intermediate.dense",) for layer in (0, 1)

@@ -28,11 +28,15 @@ from quantizer.engines.torch_engine.shape_graphs import ShapeGraphs
 from quantizer.errors import EngineError
 from quantizer.export.onnx_import.graph_builder import OperatorGraph
 from quantizer.export.onnx_import.importer import Imported, import_onnx
+from quantizer.numerics.formats import FP8
 from quantizer.numerics.triton_kernels.tiles import TABLE, tiles_for
 from quantizer.utils.lazy import import_library
 
 _LEAST_CAPABILITY = (8, 0)
 """The first compute capability with products of INT8 and with bfloat16 in Triton."""
+
+
+_LEAST_FOR_FP8 = (8, 9)
 
 
 class GpuEngine(TorchEngine):
@@ -111,7 +115,7 @@ class _Tuner(fx.Interpreter):
         self._seconds = seconds
 
     def run_node(self, n: fx.Node) -> Any:
-        if is_call(n, OPERATORS["linear_int8"].triton):
+        if is_call(n, OPERATORS["linear_8bit"].triton):
             a, *operands = self.fetch_args_kwargs_from_env(n)[0]
             product = product_of(a, *operands)
             if product not in TABLE:
@@ -172,6 +176,15 @@ def no_gpu() -> str | None:
     return None
 
 
+def no_fp8(module: OperatorGraph) -> str | None:
+    """Return why the GPU cannot run the FP8 layers of a graph; None if it can, or if there are none."""
+    capability = torch.cuda.get_device_capability()
+    if capability >= _LEAST_FOR_FP8 or all(tensor.dtype is not FP8.storage for tensor in module.buffers()):
+        return None
+    found, least = (".".join(map(str, pair)) for pair in (capability, _LEAST_FOR_FP8))
+    return f"it is in FP8, which needs compute capability {least} or later, but the GPU has {found}; use INT8"
+
+
 def engine_on(
     path: Path, device: str, *, threads: int = 1, dtype: torch.dtype = torch.float16, triton: bool = True
 ) -> GpuEngine:
@@ -187,11 +200,13 @@ def engine_on(
     Raises:
         EngineError: the graph does not run.
     """
-    imported = import_onnx(path)
+    imported = import_onnx(path, fp8=True)
     try:
         sizes, reasons = lower_for_gpu(imported, dtype=dtype, triton=triton)
     except EngineError as error:
         raise EngineError(f"backend torch cannot run {path}: {error}") from error
+    if device == "cuda" and (reason := no_fp8(imported.module)) is not None:
+        raise EngineError(f"backend torch cannot run {path}: {reason}")
     module = imported.module.to(device)
     create_on(module, device)
     fallbacks = replace_failing(module, sample_inputs(imported, sizes, device)) if triton else {}

@@ -1,4 +1,4 @@
-"""Lowering of a Q/DQ graph of torch operators to kernels of a GPU that read and write 8 bits.
+"""Lowering of a Q/DQ graph of torch operators, in INT8 or FP8, to kernels of a GPU that read and write 8 bits.
 
 ``lower_for_gpu`` turns these chains into one operator of ``gpu_operators.py`` each:
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -50,13 +50,16 @@ from quantizer.engines.torch_engine.lowering import (
 from quantizer.export.onnx_import.graph_builder import OperatorGraph
 from quantizer.export.onnx_import.importer import Imported
 from quantizer.export.qdq.onnx_file import TensorSpec
-from quantizer.numerics.formats import INT8, UINT8
+from quantizer.numerics.formats import FP8, INT8, UINT8
 
 LINEARS, NORMS, EMBEDDING_NORMS, QUANTIZERS = (
     (packet.triton, packet.reference)
-    for packet in (OPERATORS[name] for name in ("linear_int8", "norm_int8", "embedding_norm_int8", "quantize_int8"))
+    for packet in (OPERATORS[name] for name in ("linear_8bit", "norm_8bit", "embedding_norm_8bit", "quantize_8bit"))
 )
 """The overloads of each operator."""
+
+EIGHT_BITS = (INT8.storage, FP8.storage)
+"""The types of quantized values that kernels read and write."""
 
 Shapes = dict[fx.Node, tuple[int, ...]]
 """The shape of each node's result in a run, new nodes included."""
@@ -84,6 +87,8 @@ def lower_for_gpu(
     """
     module = imported.module
     sizes = runnable_sizes(module, imported.inputs, usual)
+    types = [value.dtype for _, value in _outputs(module, imported.inputs, sizes)]
+    compute_in_float32(module, imported.inputs)
     fuse_attention(module)
     sign_activations(module)
     shapes = node_shapes(module, imported.inputs, sizes)
@@ -97,11 +102,49 @@ def lower_for_gpu(
     if dtype is not torch.float32:
         _store_in_16_bits(module, imported.inputs, sizes, dtype)
         module.graph.eliminate_dead_code()
+    _restore_types(module, _outputs(module, imported.inputs, sizes), types)
     drop_unread_constants(module)
     module.graph.lint()
-    # Raises if an operator does not take its operands.
-    node_shapes(module, imported.inputs, sizes)
     return sizes, reasons
+
+
+def _outputs(module: OperatorGraph, specs: Sequence[TensorSpec], sizes: InputSizes) -> list[tuple[fx.Node, Tensor]]:
+    """Return the outputs of a graph as tensors without data; raise if an operator does not take its operands."""
+    values = node_values(module, specs, sizes)
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    return [(node, values[node]) for node in output.args[0]]
+
+
+def _restore_types(
+    module: OperatorGraph, outputs: Sequence[tuple[fx.Node, Tensor]], types: Sequence[torch.dtype]
+) -> None:
+    """Return outputs in the types of the file."""
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    with module.graph.inserting_before(output):
+        nodes = [
+            node if value.dtype is dtype else module.graph.call_function(aten.to.dtype, (node, dtype))
+            for (node, value), dtype in zip(outputs, types, strict=True)
+        ]
+    output.args = (tuple(nodes),)
+
+
+def compute_in_float32(module: OperatorGraph, specs: Sequence[TensorSpec]) -> None:
+    """Turn a graph in float16 or bfloat16, such as one for TensorRT, into one in float32; types of inputs stay."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(inputs, specs, strict=True):
+        if spec.dtype.name in ("float16", "bfloat16"):
+            with module.graph.inserting_after(inputs[-1]):
+                converted = module.graph.call_function(aten.to.dtype, (node, torch.float32))
+            for reader in [user for user in node.users if user is not converted]:
+                reader.replace_input_with(node, converted)
+    half = (torch.float16, torch.bfloat16)
+    for name, tensor in list(module.named_buffers()):
+        if tensor.dtype in half:
+            module.register_buffer(name, tensor.float())
+    for node in module.graph.nodes:
+        if node.op == "call_function" and not is_call(node, quantize, dequantize, dequantize_vector):
+            node.args = tuple(torch.float32 if value in half else value for value in node.args)
+            node.kwargs = {name: torch.float32 if value in half else value for name, value in node.kwargs.items()}
 
 
 def sign_activations(module: OperatorGraph) -> None:
@@ -124,8 +167,10 @@ def _lower_linears(module: OperatorGraph, shapes: Shapes, overload: int) -> dict
             continue
         if constant(module, node.args[1].args[0]) is None:
             continue
-        weight = quantized_weight(module, node.args[1], axis=1, rank=2)
-        reason = _unfit(node.args[0], weight is None)
+        operand: Any = node.args[0]
+        dtype: Any = operand.args[5] if is_call(operand, dequantize) else INT8.storage
+        weight = quantized_weight(module, node.args[1], axis=1, rank=2, dtype=dtype)
+        reason = _unfit(operand, weight is None)
         if reason is not None or weight is None:
             reasons[str(node.meta.get("onnx", node.name))] = str(reason)
         else:
@@ -135,12 +180,12 @@ def _lower_linears(module: OperatorGraph, shapes: Shapes, overload: int) -> dict
 
 def _unfit(activation: Any, has_other_weight: bool) -> str | None:
     """Return why a linear layer is not lowered; None if it is."""
-    if has_other_weight:
-        return "its weight is not a matrix of INT8 with one scale per output channel and without zero points"
     if not is_call(activation, dequantize):
         return "only its weight is quantized"
-    if activation.args[5] is not torch.int8:
-        return "its quantized activation is UINT8 and not only read by this layer's kind"
+    if activation.args[5] not in EIGHT_BITS:
+        return "its activation is in UINT8 for an operator that reads quantized values"
+    if has_other_weight:
+        return "its weight is not a matrix of its activation's type with a scale per channel and without zero points"
     return None
 
 
@@ -175,7 +220,7 @@ def _lower_linear(
                 new_constant(module, "next_scale", torch.tensor([quantizers[0].args[1]])) if is_quantized else None,
                 quantizers[0].args[2] if is_quantized else 0,
                 function,
-                torch.int8 if is_quantized else torch.float32,
+                quantizers[0].args[5] if is_quantized else torch.float32,
                 1,
             ),
         )
@@ -214,12 +259,12 @@ def _residual(value: fx.Node, shapes: Shapes) -> tuple[fx.Node | None, fx.Node]:
 
 
 def _readers(value: fx.Node, inner: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the quantizers to INT8 of a value that share the range of the first one, and its other readers.
+    """Return the quantizers to 8 bits of a value that share the range of the first one, and its other readers.
 
     ``inner`` are readers that do not count.
     """
     users = [user for user in value.users if user not in inner]
-    first = next((user for user in users if is_call(user, quantize) and user.args[5] is torch.int8), None)
+    first = next((user for user in users if is_call(user, quantize) and user.args[5] in EIGHT_BITS), None)
     quantizers = [user for user in users if first is not None and is_call(user, quantize) and user.args == first.args]
     return quantizers, [user for user in users if user not in quantizers]
 
@@ -358,11 +403,11 @@ def _lower_norm(
     graph = module.graph
     # The sum may be read before the norm is.
     with graph.inserting_before(x if is_sum else last):
-        quantized = (quantizers[0].args[1], quantizers[0].args[2]) if quantizers else (1.0, 0)
+        quantized = (quantizers[0].args[5], *quantizers[0].args[1:3]) if quantizers else (None, 1.0, 0)
         options = (
             new_constant(module, "weight", norm.weight.float()),
             None if norm.bias is None else new_constant(module, "bias", norm.bias.float()),
-            *(norm.eps, norm.is_rms, total, bool(others), bool(quantizers), *quantized),
+            *(norm.eps, norm.is_rms, total, bool(others), *quantized),
         )
         if leaves is not None:
             tables = [new_constant(module, "table", table.to(dtype)) for table, _ in leaves]
@@ -415,11 +460,11 @@ def _summands(module: OperatorGraph, value: fx.Node, shapes: Shapes) -> tuple[fx
 
 
 def _lower_quantizers(module: OperatorGraph, overload: int) -> None:
-    """Lower the quantizers to INT8 that no kernel before them took."""
+    """Lower the quantizers to 8 bits that no kernel before them took."""
     made: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(module.graph.nodes):
-        if is_call(node, quantize) and node.args[5] is torch.int8:
-            key = node.args[:3]
+        if is_call(node, quantize) and node.args[5] in EIGHT_BITS:
+            key = (*node.args[:3], node.args[5])
             if key not in made:
                 with module.graph.inserting_before(node):
                     made[key] = module.graph.call_function(QUANTIZERS[overload], key)
@@ -463,11 +508,10 @@ def _store_in_16_bits(
         return casts[value]
 
     for node in list(module.graph.nodes):
-        if node.op == "output":
-            node.args = (tuple(_as_float32(module, value) if value in half else value for value in node.args[0]),)
+        if node in floats and _is_input(node):
+            half |= _read_in_16_bits(module, node, dtype)
         elif node.op != "call_function":
-            if node.op == "placeholder":
-                half |= _read_in_16_bits(module, node, node in floats, dtype)
+            continue
         elif is_call(node, *KERNELS):
             places = _FLOAT_OPERANDS[node.target]
             node.args = tuple(
@@ -506,20 +550,20 @@ def _cast(module: OperatorGraph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
         return module.graph.call_function(aten.to.dtype, (limited, dtype))
 
 
-def _as_float32(module: OperatorGraph, value: fx.Node) -> fx.Node:
-    with module.graph.inserting_after(value):
-        return module.graph.call_function(aten.to.dtype, (value, torch.float32))
+def _is_input(node: fx.Node) -> bool:
+    """Return whether a node is an input of the graph, or one that was converted to float32."""
+    source: Any = node.args[0] if is_call(node, aten.to.dtype) else node
+    return bool(source.op == "placeholder")
 
 
-def _read_in_16_bits(module: OperatorGraph, node: fx.Node, is_float: bool, dtype: torch.dtype) -> set[fx.Node]:
+def _read_in_16_bits(module: OperatorGraph, node: fx.Node, dtype: torch.dtype) -> set[fx.Node]:
     """Let the readers of an input, except quantizers, read it in a 16-bit type; return the node of that type."""
-    readers = [user for user in node.users if not is_call(user, *QUANTIZERS, *_IN_FLOAT32)]
-    if not is_float or not readers:
+    readers = [user for user in node.users if not is_call(user, *QUANTIZERS, *_IN_FLOAT32) and user.op != "output"]
+    if not readers:
         return set()
-    after = next(other for other in module.graph.nodes if other.op != "placeholder")
-    with module.graph.inserting_before(after):
+    first = next(other for other in module.graph.nodes if other.op != "placeholder")
+    with module.graph.inserting_before(first) if node.op == "placeholder" else module.graph.inserting_after(node):
         converted = module.graph.call_function(aten.to.dtype, (node, dtype))
     for reader in readers:
-        if reader.op != "output":
-            reader.replace_input_with(node, converted)
+        reader.replace_input_with(node, converted)
     return {converted}

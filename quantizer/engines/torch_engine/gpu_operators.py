@@ -1,14 +1,15 @@
 """Operators of 8-bit layers in two overloads: ``triton`` is a kernel of a GPU, ``reference`` operations of torch.
 
-Legend: x [.., K] floats; a [.., K] int8, with scale s and zero point z; w [N, K] int8, with scale t [N]. A result in 8
-bits has the scale ``next_scale`` and the zero point ``next_point``. Zero points of a are in the bias of a layer.
+Legend: x [.., K] floats; a [.., K] INT8 or FP8, with scale s and zero point z; w [N, K] of the same type, with scale t
+[N]. A result in 8 bits has the scale ``next_scale`` and the zero point ``next_point``. Zero points of a are in the bias
+of a layer.
 
 ======================  ==========================================================================================
-linear_int8             y [.., N] = f(s t (a w^T) + bias) + residual, or its quantized values; with several parts,
+linear_8bit             y [.., N] = f(s t (a w^T) + bias) + residual, or its quantized values; with several parts,
                         y [parts, .., N / parts]
-norm_int8               of h = x + residual: those of h, its norm and the quantized norm that are asked for
-embedding_norm_int8     the same of h = words[ids] + kinds[types] + places[positions]
-quantize_int8           the quantized values of x
+norm_8bit               of h = x + residual: those of h, its norm and the quantized norm that are asked for
+embedding_norm_8bit     the same of h = words[ids] + kinds[types] + places[positions]
+quantize_8bit           the quantized values of x
 ======================  ==========================================================================================
 
 ``triton`` is imported at the first call of a kernel.
@@ -27,19 +28,19 @@ from quantizer.numerics.triton_kernels import reference
 from quantizer.numerics.triton_kernels.tiles import TABLE, Product, Tile, bucket
 
 _NORM = (
-    "Tensor weight, Tensor? bias, float eps, bool rms, bool total, bool value, bool codes, float next_scale, "
+    "Tensor weight, Tensor? bias, float eps, bool rms, bool total, bool value, ScalarType? codes, float next_scale, "
     "int next_point) -> Tensor[]"
 )
 _SCHEMAS = {
-    "linear_int8": (
+    "linear_8bit": (
         "(Tensor a, Tensor weight, float scale, Tensor scales, Tensor? bias, Tensor? residual, Tensor? next_scale, "
         "int next_point, str activation, ScalarType out, int parts) -> Tensor"
     ),
-    "norm_int8": f"(Tensor x, Tensor? residual, {_NORM}",
-    "embedding_norm_int8": (
+    "norm_8bit": f"(Tensor x, Tensor? residual, {_NORM}",
+    "embedding_norm_8bit": (
         f"(Tensor ids, Tensor positions, Tensor? types, Tensor words, Tensor places, Tensor? kinds, {_NORM}"
     ),
-    "quantize_int8": "(Tensor x, float scale, int point) -> Tensor",
+    "quantize_8bit": "(Tensor x, float scale, int point, ScalarType dtype) -> Tensor",
 }
 
 
@@ -55,7 +56,7 @@ def _linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
 
 
 def product_of(a: Tensor, weight: Tensor, *operands: Any) -> Product:
-    """Return the product of a call of ``linear_int8`` as an entry of a table of tiles."""
+    """Return the product of a call of ``linear_8bit`` as an entry of a table of tiles."""
     *_, bias, residual, _, _, activation, dtype, parts = operands
     epilogue = [activation, str(dtype).removeprefix("torch."), f"{parts} results"]
     epilogue += ["bias"] * (bias is not None) + ["residual"] * (residual is not None)
@@ -74,7 +75,7 @@ def _triton_linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
 
 
 def linear_with(tile: Tile | None, a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
-    """Compute ``linear_int8`` with a tile; None: with operations of torch."""
+    """Compute ``linear_8bit`` with a tile; None: with operations of torch."""
     if tile is None:
         return _linear(a, weight, *operands)
     from quantizer.numerics.triton_kernels.products import Epilogue, linear
@@ -104,14 +105,13 @@ def _of_norm(
     rms: bool,
     total: bool,
     value: bool,
-    codes: bool,
+    codes: torch.dtype | None,
     next_scale: float,
     next_point: int,
 ) -> list[Tensor]:
     """Return the results for float32 rows h [.., W] that are asked for, in ``dtype``."""
-    kind = torch.int8 if codes else None
     normed, quantized = reference.normed(
-        _rows(h), weight, bias, eps, rms=rms, codes=kind, following=next_scale, point=next_point
+        _rows(h), weight, bias, eps, rms=rms, codes=codes, following=next_scale, point=next_point
     )
     results = [h.to(dtype)] if total else []
     results += [normed.to(dtype).reshape(h.shape)] if value else []
@@ -131,9 +131,8 @@ def _triton_norm(x: Tensor, residual: Tensor | None, *options: Any) -> list[Tens
     return [result.reshape(x.shape) for result in results if result is not None]
 
 
-def _keywords(rms: bool, total: bool, value: bool, codes: bool, next_scale: float, next_point: int) -> dict[str, Any]:
-    kind = torch.int8 if codes else None
-    return {"rms": rms, "total": total, "value": value, "codes": kind, "following": next_scale, "point": next_point}
+def _keywords(*options: Any) -> dict[str, Any]:
+    return dict(zip(("rms", "total", "value", "codes", "following", "point"), options, strict=True))
 
 
 def _norm_without_data(x: Tensor, residual: Tensor | None, *options: Any) -> list[Tensor]:
@@ -143,7 +142,7 @@ def _norm_without_data(x: Tensor, residual: Tensor | None, *options: Any) -> lis
 def _results_without_data(like: Tensor, *options: Any) -> list[Tensor]:
     total, value, codes = options[4:7]
     floats = [torch.empty_like(like) for written in (total, value) if written]
-    return [*floats, torch.empty_like(like, dtype=torch.int8)] if codes else floats
+    return floats if codes is None else [*floats, torch.empty_like(like, dtype=codes)]
 
 
 def _embedding_norm(
@@ -202,39 +201,39 @@ def _embedding_without_data(
     return _results_without_data(words.new_empty((*indices[0].shape, words.shape[1])), *options)
 
 
-def _quantize(x: Tensor, scale: float, point: int) -> Tensor:
-    return reference.quantized(x.float(), torch.tensor(scale, device=x.device), torch.int8, point)
+def _quantize(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
+    return reference.quantized(x.float(), torch.tensor(scale, device=x.device), dtype, point)
 
 
-def _triton_quantize(x: Tensor, scale: float, point: int) -> Tensor:
+def _triton_quantize(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
     from quantizer.numerics.triton_kernels.quantize import quantize
 
-    return quantize(x.contiguous(), scale, point)
+    return quantize(x.contiguous(), scale, point, dtype)
 
 
-def _quantize_without_data(x: Tensor, scale: float, point: int) -> Tensor:
-    return torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format)
+def _quantize_without_data(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "linear_int8": _triton_linear,
-    "norm_int8": _triton_norm,
-    "embedding_norm_int8": _triton_embedding_norm,
-    "quantize_int8": _triton_quantize,
+    "linear_8bit": _triton_linear,
+    "norm_8bit": _triton_norm,
+    "embedding_norm_8bit": _triton_embedding_norm,
+    "quantize_8bit": _triton_quantize,
 }
 """The Triton kernel of each operator, by its name."""
 
 _REFERENCES: dict[str, Callable[..., Any]] = {
-    "linear_int8": _linear,
-    "norm_int8": _norm,
-    "embedding_norm_int8": _embedding_norm,
-    "quantize_int8": _quantize,
+    "linear_8bit": _linear,
+    "norm_8bit": _norm,
+    "embedding_norm_8bit": _embedding_norm,
+    "quantize_8bit": _quantize,
 }
 _SHAPES: dict[str, Callable[..., Any]] = {
-    "linear_int8": _linear_without_data,
-    "norm_int8": _norm_without_data,
-    "embedding_norm_int8": _embedding_without_data,
-    "quantize_int8": _quantize_without_data,
+    "linear_8bit": _linear_without_data,
+    "norm_8bit": _norm_without_data,
+    "embedding_norm_8bit": _embedding_without_data,
+    "quantize_8bit": _quantize_without_data,
 }
 
 

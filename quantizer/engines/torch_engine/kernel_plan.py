@@ -1,7 +1,7 @@
 """Plan of the kernels of a graph of ``lower_for_gpu``: what each reads and writes, in 8 or in 16 bits, and why.
 
 >>> print(kernel_plan(module, reasons))
-encoder.layer.0.attention.output.LayerNorm: norm_int8
+encoder.layer.0.attention.output.LayerNorm: norm_8bit
     reads 16 bits of encoder.layer.0.attention.output.dense
     writes 16 bits for encoder.layer.0.output.dense, which adds them
     writes 8 bits for encoder.layer.0.intermediate.dense
@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from quantizer.engines.torch_engine.gpu_lowering import EMBEDDING_NORMS, KERNELS, LINEARS, NORMS, QUANTIZERS
+from quantizer.engines.torch_engine.gpu_lowering import EIGHT_BITS, EMBEDDING_NORMS, KERNELS, LINEARS, NORMS, QUANTIZERS
 from quantizer.engines.torch_engine.lowering import aten, decomposed, is_call
 from quantizer.export.onnx_import.graph_builder import OperatorGraph
 
@@ -49,7 +48,7 @@ class PlannedKernel:
 
     Attributes:
         sites: the layers that it computes; several, such as q, k and v, are one product.
-        kernel: its operator: ``linear_int8``, ``norm_int8``, ``embedding_norm_int8``, ``quantize_int8`` or
+        kernel: its operator: ``linear_8bit``, ``norm_8bit``, ``embedding_norm_8bit``, ``quantize_8bit`` or
             ``attention``.
         fused: what it computes after its product or before its norm, such as ``gelu`` or ``residual add``.
         reads: the operand, with its number of bits and the layer that wrote it.
@@ -170,13 +169,13 @@ def _name(node: fx.Node) -> str:
 def _writes(node: fx.Node) -> Iterator[Written]:
     """Yield the results of a kernel in their order."""
     if is_call(node, *NORMS, *EMBEDDING_NORMS):
-        _, total, value, codes = node.args[-6:-2]
-        widths = [16] * (bool(total) + bool(value)) + [8] * bool(codes)
+        total, value, codes = node.args[-5:-2]
+        widths = [16] * (bool(total) + bool(value)) + [8] * (codes is not None)
         items = {user.args[1]: user for user in node.users}
         for place, bits in enumerate(widths):
             yield Written(bits, tuple(dict.fromkeys(_readers(items[place]))))
     else:
-        eight = is_call(node, *QUANTIZERS) or (is_call(node, *LINEARS) and node.args[9] is torch.int8)
+        eight = is_call(node, *QUANTIZERS) or (is_call(node, *LINEARS) and node.args[9] in EIGHT_BITS)
         yield Written(8 if eight else 16, tuple(dict.fromkeys(_readers(node))))
 
 

@@ -80,16 +80,16 @@ def new_constant(module: OperatorGraph, name: str, tensor: torch.Tensor) -> fx.N
 
 
 def quantized_weight(
-    module: OperatorGraph, value: Any, axis: int, rank: int
+    module: OperatorGraph, value: Any, axis: int, rank: int, dtype: torch.dtype = torch.int8
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return INT8 values with ``rank`` axes and one scale per index along ``axis``; None for any other value.
+    """Return quantized values with ``rank`` axes and one scale per index along ``axis``; None for any other value.
 
     A scale of the whole tensor is repeated. Integer kernels do not support zero points of weights.
     """
     if not is_call(value, dequantize, dequantize_vector):
         return None
     integers = constant(module, value.args[0])
-    if integers is None or integers.dim() != rank or integers.dtype != torch.int8:
+    if integers is None or integers.dim() != rank or integers.dtype != dtype:
         return None
     if value.target is dequantize:
         return (integers, torch.full((integers.shape[axis],), _float(value.args[1]))) if value.args[2] == 0 else None
@@ -547,10 +547,20 @@ def unpack_constants(module: OperatorGraph) -> None:
         if is_call(node, dequantize, dequantize_vector) and all(operand is not None for operand in operands):
             tensors = dict(zip(node.all_input_nodes, operands, strict=True))
             values = [tensors[value] if isinstance(value, fx.Node) else value for value in node.args]
-            unpack: Any = node.target
             with module.graph.inserting_before(node), torch.no_grad():
-                floats = new_constant(module, "floats", unpack(*values))
+                floats = new_constant(module, "floats", _dequantized(node.target, values))
             replace(node, floats)
+
+
+def _dequantized(unpack: Any, values: list[Any]) -> torch.Tensor:
+    """Return a dequantized constant; torch's operators do not take FP8 with one scale per channel."""
+    codes, scale, _, *others = values
+    if codes.is_floating_point() and unpack is dequantize_vector:
+        result = codes.float() * scale.reshape([-1 if axis == others[0] else 1 for axis in range(codes.dim())])
+    else:
+        result = unpack(*values)
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 def drop_unread_constants(module: OperatorGraph) -> None:

@@ -9,29 +9,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantizer.numerics.triton_kernels.arithmetic import quantized
+from quantizer.numerics.triton_kernels.arithmetic import KINDS, quantized
 
 _BLOCK = 1024
 
 
 @triton.jit
-def quantize_kernel(x_ptr, q_ptr, scale, point, size, BLOCK: tl.constexpr):
+def quantize_kernel(x_ptr, q_ptr, scale, point, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Quantize BLOCK values."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(q_ptr + at, quantized(x, scale, point, "int8"), mask=inside)
+    tl.store(q_ptr + at, quantized(x, scale, point, KIND), mask=inside)
 
 
-def quantize(x: Tensor, scale: float, point: int) -> Tensor:
-    """Return the int8 values of x.
+def quantize(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
+    """Return the quantized values of x.
 
     Args:
         x: contiguous floats [*].
         scale: their scale.
-        point: their zero point.
+        point: their zero point in INT8.
+        dtype: int8 or float8_e4m3fn.
     """
-    codes = torch.empty_like(x, dtype=torch.int8)
+    codes = torch.empty_like(x, dtype=dtype)
     kernel: Any = quantize_kernel
-    kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, codes, scale, float(point), x.numel(), BLOCK=_BLOCK)
+    kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, codes, scale, float(point), x.numel(), KIND=KINDS[dtype], BLOCK=_BLOCK)
     return codes
