@@ -117,23 +117,21 @@ def in_tensorrt(model: torch.nn.Module, folder: Path, *, backend: str, dtype: st
     return lambda given: engine({name: given[name].cpu().numpy() for name in engine.input_names})
 
 
-def in_kernels(model: torch.nn.Module, folder: Path) -> Run:
-    """The torch engine of an INT8 file, whose kernels read and write 8 bits; other operations in float16."""
-    engine = load_engine("torch", exported(model, folder), device="cuda")
+def in_kernels(model: torch.nn.Module, folder: Path, *, dtype: str) -> Run:
+    """The torch engine of a file, whose kernels read and write 8 bits; other operations in float16."""
+    backend = "torch" if dtype == "int8" else "tensorrt"
+    quantizer = Quantizer(backend=backend, dtype=dtype, preset="plain", sites={"matmul": False})
+    quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
+    path = quantizer.export(quantizer.quantize(model), folder / f"{dtype}.onnx", batch(2, 32))
+    engine = load_engine("torch", path, device="cuda")
     for shape in SHAPES:
         engine.tune(batch(*shape))
     return lambda given: engine.compute(*(given[name] for name in engine.input_names))
 
 
-def exported(model: torch.nn.Module, folder: Path) -> Path:
-    """The INT8 file of a model for the torch engine."""
-    quantizer = Quantizer(backend="torch", preset="plain")
-    quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
-    return quantizer.export(quantizer.quantize(model), folder / "torch.onnx", batch(2, 32))
-
-
 def without_gpu(reason: str) -> Iterator[str]:
     """The lines of the section on kernels, whose references run on this CPU, for two layers of BERT-base's width."""
+    torch.manual_seed(0)
     model = BertModel(BertConfig(num_hidden_layers=2)).eval()
     quantizer = Quantizer(backend="torch", preset="plain")
     quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
@@ -164,7 +162,8 @@ def contestants() -> Iterator[Contestant]:
         for triton in (False, True):
             name = f"ours, {dtype}, {'Triton, ' if triton else ''}torch.compile"
             yield Contestant(name, dtype, partial(lowered, dtype=dtype, triton=triton))
-    yield Contestant("ours, int8, kernels that read and write 8 bits", "int8", in_kernels)
+    for dtype in formats:
+        yield Contestant(f"ours, {dtype}, kernels that read and write 8 bits", dtype, partial(in_kernels, dtype=dtype))
     for backend, module in _TENSORRT.items():
         if find_spec(module) is not None:
             for dtype in formats:
