@@ -3,13 +3,14 @@
     python benchmarks/gpu_latency.py [--rounds N] [--models NAME ...] [--shapes ROWSxLENGTH ...]
 
 It writes its own section of results/gpu.md, after each row, so that an interrupted run leaves what was measured.
-Without a GPU the section says "not measured", and why; existing figures are not replaced. Weights are random, with
-which the time is the same. INT8 and FP8 are ``Quantizer.lower`` of the model, cast to bfloat16. All are captured into
-a CUDA graph and its replays timed, interleaved with the reference, so that no time of launches is in them;
-``torch.compile(mode="reduce-overhead")`` does that for a user. A share is that of the rate of one large product in
-the same type, measured first: of the multiply-adds of all linear layers. TensorRT's engines are measured where its
-library is installed, as a call from the memory of the host. What is too large for the memory of a GPU, or needs a
-newer one, is a row with the reason.
+Without a GPU it writes the section on kernels that read and write 8 bits: what they are for a layer of BERT, how close
+their references in torch are to the frozen proxy, and "not measured"; existing figures are not replaced. Weights are
+random, with which the time is the same. INT8 and FP8 are ``Quantizer.lower`` of the model, cast to bfloat16. All are
+captured into a CUDA graph and its replays timed, interleaved with the reference, so that no time of launches is in
+them; ``torch.compile(mode="reduce-overhead")`` does that for a user. A share is that of the rate of one large product
+in the same type, measured first: of the multiply-adds of all linear layers. TensorRT's engines are measured where its
+library is installed, as a call from the memory of the host. What is too large for the memory of a GPU, or needs a newer
+one, is a row with the reason.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ from transformers import BertConfig, BertModel
 
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, load_engine
+from quantizer.engines.torch_engine.gpu_engine import engine_on
 from quantizer.errors import QuantizerError
+from quantizer.tasks.metrics import sqnr_db
 
 RESULTS = Path(__file__).parent / "results" / "gpu.md"
 HEADING = "## On a GPU (`gpu_latency.py`)"
+KERNELS_HEADING = "## Kernels that read and write 8 bits (`gpu_latency.py`)"
 SIZES = {
     "BERT-base": {},
     "BERT-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
@@ -113,6 +117,41 @@ def in_tensorrt(model: torch.nn.Module, folder: Path, *, backend: str, dtype: st
     return lambda given: engine({name: given[name].cpu().numpy() for name in engine.input_names})
 
 
+def in_kernels(model: torch.nn.Module, folder: Path, *, dtype: str) -> Run:
+    """The torch engine of a file, whose kernels read and write 8 bits; other operations in float16."""
+    backend = "torch" if dtype == "int8" else "tensorrt"
+    quantizer = Quantizer(backend=backend, dtype=dtype, preset="plain", sites={"matmul": False})
+    quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
+    path = quantizer.export(quantizer.quantize(model), folder / f"{dtype}.onnx", batch(2, 32))
+    engine = load_engine("torch", path, device="cuda")
+    for shape in SHAPES:
+        engine.tune(batch(*shape))
+    return lambda given: engine.compute(*(given[name] for name in engine.input_names))
+
+
+def without_gpu(reason: str) -> Iterator[str]:
+    """The lines of the section on kernels, whose references run on this CPU, for two layers of BERT-base's width."""
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(num_hidden_layers=2)).eval()
+    quantizer = Quantizer(backend="torch", preset="plain")
+    quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
+    frozen, given = quantizer.quantize(model), batch(1, 32)
+    with tempfile.TemporaryDirectory() as folder:
+        path = quantizer.export(frozen, Path(folder) / "torch.onnx", batch(2, 32))
+        engine = engine_on(path, "cpu", triton=False)
+    with torch.no_grad():
+        expected = frozen(**given).last_hidden_state
+    ratio = sqnr_db(expected.numpy(), engine(given)[engine.output_names[0]].numpy())
+    yield f"Not measured: {reason}. On a machine with a GPU, `make gpu` measures them in the section above.\n"
+    yield "Kernels of the first of two layers of BERT-base's width:\n"
+    yield "| layers | kernel | results in bits |\n|---|---|---|"
+    for kernel in engine.plan.of("encoder.layer.0"):
+        layers = ", ".join(site.removeprefix("encoder.layer.0.") for site in kernel.sites)
+        bits = ", ".join(str(result.bits) for result in kernel.writes)
+        yield f"| {layers} | {' + '.join((kernel.kernel, *kernel.fused))} | {bits} |"
+    yield f"\nTheir references on a CPU, with float16 between kernels: SQNR to the frozen proxy {ratio:.1f} dB."
+
+
 def contestants() -> Iterator[Contestant]:
     """Those that this machine may run, the reference first."""
     for dtype, compiles in ((torch.float16, False), (torch.float16, True), (torch.bfloat16, True)):
@@ -123,6 +162,8 @@ def contestants() -> Iterator[Contestant]:
         for triton in (False, True):
             name = f"ours, {dtype}, {'Triton, ' if triton else ''}torch.compile"
             yield Contestant(name, dtype, partial(lowered, dtype=dtype, triton=triton))
+    for dtype in formats:
+        yield Contestant(f"ours, {dtype}, kernels that read and write 8 bits", dtype, partial(in_kernels, dtype=dtype))
     for backend, module in _TENSORRT.items():
         if find_spec(module) is not None:
             for dtype in formats:
@@ -225,14 +266,14 @@ def captured(run: Run, given: Batch) -> Callable[[], None]:
     return graph.replay
 
 
-def write_section(text: str) -> None:
+def write_section(text: str, heading: str = HEADING) -> None:
     """Put the section in the place of the former one, or at the end."""
     before = RESULTS.read_text(encoding="utf-8")
-    head, found, rest = before.partition(f"{HEADING}\n")
+    head, found, rest = before.partition(f"{heading}\n")
     _, next_heading, after = rest.partition("\n## ")
     end = f"\n## {after}" if next_heading else ""
     gap = "" if found else "\n"
-    RESULTS.write_text(f"{head}{gap}{HEADING}\n\n{text.strip()}\n{end}", encoding="utf-8")
+    RESULTS.write_text(f"{head}{gap}{heading}\n\n{text.strip()}\n{end}", encoding="utf-8")
 
 
 def _shape(text: str) -> Shape:
@@ -257,6 +298,9 @@ def main() -> None:
     print(f"not measured: {reason}")
     if HEADING not in RESULTS.read_text(encoding="utf-8"):
         write_section(f"Not measured: {reason}. On a machine with one, `make gpu` writes this section.")
+    text = "\n".join(without_gpu(reason))
+    print(text)
+    write_section(text, KERNELS_HEADING)
 
 
 if __name__ == "__main__":

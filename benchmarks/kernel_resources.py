@@ -59,6 +59,7 @@ def _products() -> None:
     for tile in TILES:
         for kind, capability in TARGETS:
             types = {"a_ptr": TYPES[kind], "w_ptr": TYPES[kind], "y_ptr": TYPES[kind], "r_ptr": "*fp16", "s": "fp32"}
+            types["point"] = "fp32"
             types |= dict.fromkeys(("t_ptr", "b_ptr", "next_ptr"), "*fp32")
             options = {"HAS_BIAS": True, "HAS_RESIDUAL": False, "ACTIVATION": "gelu", "KIND": kind, "PARTS": 1}
             options |= {"INTEGERS": kind == "int8", "EVEN_K": True, "ROWS": tile.rows, "COLUMNS": tile.columns}
@@ -77,7 +78,7 @@ def _norms() -> None:
     for width, warps in ((768, 4), (4096, 8)):
         for kind, capability in TARGETS:
             types = dict.fromkeys(("x_ptr", "r_ptr", "h_ptr", "y_ptr"), "*fp16") | {"q_ptr": TYPES[kind]}
-            types |= dict.fromkeys(("g_ptr", "b_ptr"), "*fp32") | {"following": "fp32", "eps": "fp32"}
+            types |= dict.fromkeys(("g_ptr", "b_ptr"), "*fp32") | dict.fromkeys(("following", "point", "eps"), "fp32")
             options = {"HAS_RESIDUAL": True, "RMS": False, "HAS_BIAS": True, "WRITES_TOTAL": False}
             options |= {"WRITES_VALUE": True, "KIND": kind, "BLOCK": 1 << (width - 1).bit_length()}
             cells = _compiled(norms.norm_kernel, types, options, capability, num_warps=warps)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from quantizer.engines.base import USUAL_SIZES, Backend, BuildOptions, BuildResult, Engine, InputSizes
 from quantizer.engines.engine_file import built_on, checked_output
@@ -115,7 +116,15 @@ def build_engine(
         raise
 
 
-def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> Engine:
+def load_engine(
+    name: str,
+    path: str | Path,
+    *,
+    threads: int = 1,
+    verify: bool = True,
+    trust: bool = False,
+    device: str | None = None,
+) -> Engine:
     """Load an engine file of the backend ``name``; engines on a CPU also accept an ``.onnx`` file.
 
     A warning is raised if the engine was built on a CPU with instructions that this CPU lacks.
@@ -127,17 +136,19 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
         verify: compare the file with the checksum in it, which reads it once more. Without it, a damaged engine may
             load and return wrong outputs.
         trust: load a compiled torch engine, which is native code, even if this process has not built it.
+        device: ``cuda`` loads an ``.onnx`` file with backend torch on an NVIDIA GPU; None: the device of the backend.
 
     Raises:
-        EngineError: unknown backend; the file is missing, damaged, of another backend, or cannot run here; or it
-            contains native code that is not trusted.
+        EngineError: unknown backend or device; the file is missing, damaged, of another backend, or cannot run here; or
+            it contains native code that is not trusted.
         MissingDependencyError: the backend's library is not installed.
     """
     if threads < 1:
         raise EngineError(f"threads is {threads}, expected 1 or more")
     try:
         with _unreadable_onnx(Path(path)), named_in_errors(f"backend {name!r}"):
-            loaded = backend(name).load(Path(path), threads=threads, verify=verify, trust=trust)
+            where = _device_option(backend(name), device)
+            loaded = backend(name).load(Path(path), threads=threads, verify=verify, trust=trust, **where)
     except EngineError as error:
         other = _other_backend(name, Path(path))
         if other is None:
@@ -149,9 +160,19 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
             f"backend {name!r}: load() returned an object of {type(loaded).__name__}, which has no "
             f"{', '.join(missing)}; expected an engine"
         )
-    if backend(name).device == "cpu":
+    if loaded.device == "cpu":
         _warn_of_another_cpu(Path(path))
     return loaded
+
+
+def _device_option(selected: Backend, device: str | None) -> dict[str, Any]:
+    """Return the argument of ``load`` for a device; raise for a device without engines of a backend."""
+    if device is None or device == selected.device:
+        return {}
+    devices = getattr(selected, "devices", (selected.device,))
+    if device not in devices:
+        raise EngineError(f"its engines run on {' or '.join(devices)}, not on {device!r}")
+    return {"device": device}
 
 
 def _other_backend(name: str, path: Path) -> str | None:

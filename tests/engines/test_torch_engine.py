@@ -213,3 +213,29 @@ def test_a_tensor_with_two_readers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = OneBias().eval(), torch.randn(4, 32)
     assert _db_to_proxy(model, x, tmp_path, bias_correction=False) > 35
+
+
+def test_a_weight_in_fp8_keeps_its_fractions(tmp_path: Path) -> None:
+    """Only weights: quantized activations in FP8 are refused."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    draw = np.random.default_rng(0)
+    stored, x = draw.standard_normal((8, 8)).astype(ml_dtypes.float8_e4m3fn), draw.standard_normal((2, 8))
+    nodes = [
+        onnx.helper.make_node("DequantizeLinear", ["w", "s"], ["dw"]),
+        onnx.helper.make_node("MatMul", ["x", "dw"], ["y"]),
+    ]
+    values = [onnx.helper.make_tensor_value_info(name, 1, ["batch", 8]) for name in "xy"]
+    constants = [
+        onnx.numpy_helper.from_array(np.float32(0.5), "s"),
+        onnx.helper.make_tensor("w", onnx.TensorProto.FLOAT8E4M3FN, [8, 8], stored.tobytes(), raw=True),
+    ]
+    graph = onnx.helper.make_graph(nodes, "g", values[:1], values[1:], constants)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)]), tmp_path / "m.onnx")
+    (found,) = load_engine("torch", tmp_path / "m.onnx")({"x": x.astype(np.float32)}).values()
+    np.testing.assert_allclose(found, x @ (stored.astype(np.float32) * 0.5), rtol=1e-4, atol=1e-4)
+
+    q, model = Quantizer(backend="tensorrt", dtype="fp8", preset="plain"), nn.Linear(32, 32).eval()
+    q.calibrate(model, [torch.randn(4, 32)])
+    q.export(q.quantize(model), tmp_path / "fp8.onnx", torch.randn(4, 32))
+    with pytest.raises(EngineError, match="float8_e4m3fn are not supported; use INT8 or UINT8"):
+        load_engine("torch", tmp_path / "fp8.onnx")

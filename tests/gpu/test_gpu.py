@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from quantizer import Quantizer, quantize_model
+from quantizer.engines import load_engine
 from quantizer.tasks.metrics import sqnr_db
 
 pytestmark = pytest.mark.gpu
@@ -185,6 +186,27 @@ def test_a_lowered_model_in_half_precision(device: str, dtype: str) -> None:
     found = _hidden(half, inputs)
     assert found.dtype is torch.bfloat16
     assert sqnr_db(expected.cpu().numpy(), found.float().cpu().numpy()) > 25
+
+
+def test_an_engine_whose_kernels_read_and_write_8_bits(device: str, tmp_path: Path) -> None:
+    """Beside its references on the CPU: at a first call, with measured tiles, and as a CUDA graph."""
+    pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+    pytest.importorskip("triton", reason="kernels need enginequant[triton]")
+    from quantizer.engines.torch_engine.gpu_engine import engine_on
+
+    model = tiny("bert")
+    q = make_calibrated(model, _batches("cpu"), backend="torch")
+    path = q.export(q.quantize(model), tmp_path / "m.onnx", batch("bert"))
+    engine, reference = load_engine("torch", path, device=device), engine_on(path, "cpu", triton=False)
+    assert [kernel.fallback for kernel in engine.plan.kernels if kernel.fallback] == []
+    inputs = {name: value.numpy() for name, value in batch("bert", seed=9).items()}
+    expected = reference(inputs)
+    for turn in range(4):
+        if turn == 1:
+            assert engine.tune(inputs, tmp_path / "tiles.json") > 0
+        for name, values in engine(inputs).items():
+            assert sqnr_db(expected[name], values) > 40
+    assert engine.no_graphs is None
 
 
 def _in_ranks(rank: int, world: int, device: str, folder: str) -> None:

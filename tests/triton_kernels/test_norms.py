@@ -85,3 +85,15 @@ def test_nan_stays_in_its_row() -> None:
     assert found.codes is not None
     assert found.value.isnan().any(1).tolist() == [False, True, False]
     assert not found.codes[1].any()
+
+
+@pytest.mark.parametrize("point", [-128, 5])
+def test_a_zero_point_of_the_codes(point: int) -> None:
+    x, weight = torch.randn(4, 30, generator=torch.Generator().manual_seed(0)), torch.ones(30)
+    found = norms.norm(x, None, weight, None, EPS, codes=INT8, following=0.02, point=point).codes
+    _, expected = reference.normed(x, weight, None, EPS, codes=INT8, following=0.02, point=point)
+    assert found is not None
+    assert expected is not None
+    assert steps(found, expected) <= 1
+    shifted = torch.quantize_per_tensor(reference.normed(x, weight, None, EPS)[0], 0.02, point, torch.qint8)
+    assert steps(found, shifted.int_repr()) <= 1

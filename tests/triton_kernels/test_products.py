@@ -120,3 +120,16 @@ def test_nan_becomes_zero_in_int8_and_stays_in_floats() -> None:
         found = products.linear(a, w, 1.0, torch.ones(3), bias, None, following, epilogue, TILE).float()
         assert found[:, [0, 2]].tolist() == [[4, 4], [4, 4]]
         assert bool((found[:, 1] == 0).all() if result == INT8 else found[:, 1].isnan().all())
+
+
+@pytest.mark.parametrize("point", [-128, -37, 0, 127])
+def test_a_zero_point_of_the_result(point: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, w = _codes(generator, INT8, 37, 70), _codes(generator, INT8, 48, 70)
+    arguments = (a, w, 0.02, torch.full((48,), 5e-3), torch.randn(48, generator=generator), None, torch.tensor([0.2]))
+    found = products.linear(*arguments, products.Epilogue(dtype=INT8), TILE, point=point)
+    floats = products.linear(*arguments[:-1], None, products.Epilogue(dtype=torch.float32), TILE)
+    assert torch.equal(found, reference.linear(*arguments, dtype=INT8, point=point))
+    expected = torch.quantize_per_tensor(floats, 0.2, point, torch.qint8).int_repr()
+    assert steps(found, expected) <= 1
+    assert (found != expected).float().mean() < 1e-3

@@ -3,6 +3,8 @@
 An engine file holds a graph of torch operators, lowered from the ONNX file. An eager engine is built in seconds for
 every CPU and runs operator by operator. A compiled engine is a shared library of Inductor: it needs a C++ compiler and
 about a minute, and belongs to the torch release and processor type. If both are possible, the faster one is written.
+
+An ONNX file can also be loaded on an NVIDIA GPU, where Triton kernels compute the linear layers and norms.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
 
 
 class TorchBackend:
-    """Backend of PyTorch for the CPU."""
+    """Backend of PyTorch for the CPU, which also loads ONNX files on a GPU."""
 
     device = "cpu"
+    devices = ("cpu", "cuda")
 
     def __init__(self, name: str = "torch") -> None:
         self.name = name
@@ -51,7 +54,9 @@ class TorchBackend:
         report(1.0, "compile")
         return *warnings, *saturation_warnings(self.name, onnx_path)
 
-    def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> TorchEngine:
+    def load(
+        self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False, device: str = "cpu"
+    ) -> TorchEngine:
         """Load an engine file, or lower an ``.onnx`` file for eager execution.
 
         Args:
@@ -59,7 +64,12 @@ class TorchBackend:
             threads: number of CPU threads.
             verify: compare an engine file with the checksum in it.
             trust: load a compiled engine, which is native code, even if this process has not built it.
+            device: ``cuda`` for an ``.onnx`` file on a GPU, which needs the extra ``triton``.
         """
+        if device != "cpu":
+            from quantizer.engines.torch_engine.gpu_engine import load_on_gpu
+
+            return load_on_gpu(path, threads=threads)
         from quantizer.engines.torch_engine.engine import loaded, read_file
 
         return loaded(read_file(path, verify=verify, trust=trust), threads)

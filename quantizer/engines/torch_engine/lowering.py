@@ -80,16 +80,16 @@ def new_constant(module: OperatorGraph, name: str, tensor: torch.Tensor) -> fx.N
 
 
 def quantized_weight(
-    module: OperatorGraph, value: Any, axis: int, rank: int
+    module: OperatorGraph, value: Any, axis: int, rank: int, dtype: torch.dtype = torch.int8
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return INT8 values with ``rank`` axes and one scale per index along ``axis``; None for any other value.
+    """Return quantized values with ``rank`` axes and one scale per index along ``axis``; None for any other value.
 
     A scale of the whole tensor is repeated. Integer kernels do not support zero points of weights.
     """
     if not is_call(value, dequantize, dequantize_vector):
         return None
     integers = constant(module, value.args[0])
-    if integers is None or integers.dim() != rank or integers.dtype != torch.int8:
+    if integers is None or integers.dim() != rank or integers.dtype != dtype:
         return None
     if value.target is dequantize:
         return (integers, torch.full((integers.shape[axis],), _float(value.args[1]))) if value.args[2] == 0 else None
@@ -222,15 +222,7 @@ def _lower_linear(
     packed: dict[fx.Node, fx.Node],
 ) -> None:
     """Lower one linear layer."""
-    reader, bias = only_reader(product), None
-    last = product
-    if is_call(reader, aten.add.Tensor):
-        other = reader.args[1] if reader.args[0] is product else reader.args[0]
-        bias = constant(module, other)
-        if bias is not None and bias.shape == scales.shape:
-            last = reader
-        else:
-            bias = None
+    bias, last = bias_of(module, product, len(scales))
     activation, weight = product.args[:2]
     assert isinstance(activation, fx.Node)
     assert isinstance(weight, fx.Node)
@@ -257,6 +249,16 @@ def _lower_linear(
         kernel = module.graph.call_function(LINEAR, arguments)
         kernel.meta["onnx"] = product.meta.get("onnx", "")
     replace(last, kernel)
+
+
+def bias_of(module: OperatorGraph, product: fx.Node, width: int) -> tuple[torch.Tensor | None, fx.Node]:
+    """Return the bias [width] that alone reads a product, and the sum; without one, None and the product."""
+    reader = only_reader(product)
+    if is_call(reader, aten.add.Tensor):
+        bias = constant(module, reader.args[1] if reader.args[0] is product else reader.args[0])
+        if bias is not None and bias.shape == (width,):
+            return bias, reader
+    return None, product
 
 
 def lower_convolutions(module: OperatorGraph) -> int:
@@ -527,17 +529,17 @@ def lower(imported: Imported, usual: Mapping[str, int] = MappingProxyType({})) -
     fuse_attention(module)
     lower_linears(module)
     lower_convolutions(module)
-    _unpack_constants(module)
+    unpack_constants(module)
     merge_linears(module)
     fuse_residual_adds(module, node_shapes(module, imported.inputs, sizes))
     fuse_activations(module)
     fuse_quantizers(module)
     module.graph.eliminate_dead_code()
-    _drop_unread_constants(module)
+    drop_unread_constants(module)
     return sizes
 
 
-def _unpack_constants(module: OperatorGraph) -> None:
+def unpack_constants(module: OperatorGraph) -> None:
     """Replace dequantized constants without an integer kernel, such as embedding tables, by floats."""
     module.graph.eliminate_dead_code()
     for node in list(module.graph.nodes):
@@ -545,13 +547,24 @@ def _unpack_constants(module: OperatorGraph) -> None:
         if is_call(node, dequantize, dequantize_vector) and all(operand is not None for operand in operands):
             tensors = dict(zip(node.all_input_nodes, operands, strict=True))
             values = [tensors[value] if isinstance(value, fx.Node) else value for value in node.args]
-            unpack: Any = node.target
             with module.graph.inserting_before(node), torch.no_grad():
-                floats = new_constant(module, "floats", unpack(*values))
+                floats = new_constant(module, "floats", _dequantized(node.target, values))
             replace(node, floats)
 
 
-def _drop_unread_constants(module: OperatorGraph) -> None:
+def _dequantized(unpack: Any, values: list[Any]) -> torch.Tensor:
+    """Return a dequantized constant; torch's operators do not take FP8 with one scale per channel."""
+    codes, scale, _, *others = values
+    if codes.is_floating_point() and unpack is dequantize_vector:
+        result = codes.float() * scale.reshape([-1 if axis == others[0] else 1 for axis in range(codes.dim())])
+    else:
+        result = unpack(*values)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def drop_unread_constants(module: OperatorGraph) -> None:
+    """Delete the constants that no node reads."""
     read = {node.target for node in module.graph.nodes if node.op == "get_attr"}
     for name in [name for name, _ in module.named_buffers() if name not in read]:
         delattr(module, name)

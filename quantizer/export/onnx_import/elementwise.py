@@ -23,7 +23,7 @@ from quantizer.export.onnx_import.graph_builder import (
     as_tensor,
     operators,
 )
-from quantizer.numerics.formats import INT8, UINT8
+from quantizer.numerics.formats import FP8, INT8, UINT8
 
 del _decomposed
 
@@ -349,7 +349,8 @@ def _log_softmax(build: GraphBuilder, node: OnnxNode) -> Value:
     return build.call(aten.log_softmax.int, build.tensor(node.inputs[0]), node.attributes.get("axis", -1))
 
 
-_BOUNDS = {kind.name: (kind.storage, kind.qmin, kind.qmax) for kind in (INT8, UINT8)}
+_BOUNDS = {kind.storage_name: (kind.storage, kind.qmin, kind.qmax) for kind in (INT8, UINT8, FP8)}
+_FP8 = FP8.storage_name
 
 
 def _parameters(node: OnnxNode) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -368,16 +369,21 @@ def _parameters(node: OnnxNode) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, A
     return scale.array, points
 
 
-def _bounds(node: OnnxNode, points: np.ndarray[Any, Any]) -> tuple[torch.dtype, int, int]:
-    if points.dtype.name not in _BOUNDS:
+def _bounds(build: GraphBuilder, node: OnnxNode, points: np.ndarray[Any, Any]) -> tuple[torch.dtype, Any, Any]:
+    if not _is_kept(build, points):
         raise node.error(f"quantized values of type {points.dtype.name} are not supported; use INT8 or UINT8")
     return _BOUNDS[points.dtype.name]
+
+
+def _is_kept(build: GraphBuilder, values: np.ndarray[Any, Any]) -> bool:
+    """Return whether quantized values of this type stay quantized in the graph."""
+    return values.dtype.name in _BOUNDS and (build.fp8 or values.dtype.name != _FP8)
 
 
 @operators.add("QuantizeLinear")
 def _quantize(build: GraphBuilder, node: OnnxNode) -> Value:
     scale, points = _parameters(node)
-    dtype, least, most = _bounds(node, points)
+    dtype, least, most = _bounds(build, node, points)
     x = build.tensor(node.inputs[0])
     if scale.size == 1:
         target = torch.ops.quantized_decomposed.quantize_per_tensor.default
@@ -391,14 +397,16 @@ def _quantize(build: GraphBuilder, node: OnnxNode) -> Value:
 def _dequantize(build: GraphBuilder, node: OnnxNode) -> Value:
     scale, points = _parameters(node)
     codes = node.inputs[0]
-    if isinstance(codes, Constant) and codes.array.dtype.name not in _BOUNDS:
+    if isinstance(codes, Constant) and not _is_kept(build, codes.array):
         # INT32 biases and INT4 weights become floats.
         return Constant(
             f"{codes.name}.float", _dequantized_constant(codes.array, scale, points, node.attributes.get("axis", 1))
         )
     if node.input(2) is None and isinstance(codes, torch.fx.Node):
-        points = points.astype("uint8" if torch.uint8 in codes.args else "int8")
-    dtype, least, most = _bounds(node, points)
+        kept = next((kind for kind in (UINT8, FP8) if kind.storage in codes.args), INT8)
+        dtype, least, most = _BOUNDS[kept.storage_name]
+    else:
+        dtype, least, most = _bounds(build, node, points)
     x = build.tensor(codes)
     if scale.size == 1:
         target = torch.ops.quantized_decomposed.dequantize_per_tensor.default
@@ -420,7 +428,9 @@ def _dequantized_constant(integers: Any, scale: Any, points: Any, axis: int) -> 
         shape = [1] * integers.ndim
         shape[axis] = -1
         scale, points = scale.reshape(shape), points.reshape(shape)
-    values: np.ndarray[Any, Any] = ((integers.astype("int64") - points.astype("int64")) * scale).astype(scale.dtype)
+    # Values of FP8 are no integers.
+    wide = "float32" if integers.dtype.name == _FP8 else "int64"
+    values: np.ndarray[Any, Any] = ((integers.astype(wide) - points.astype(wide)) * scale).astype(scale.dtype)
     return values
 
 

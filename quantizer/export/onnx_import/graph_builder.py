@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from quantizer.errors import EngineError
+from quantizer.numerics.formats import FP8
 from quantizer.utils.registry import Registry
 
 Shape: TypeAlias = tuple[int | None, ...]
@@ -224,11 +225,13 @@ class GraphBuilder:
         graph: the nodes.
         constants: tensors that ``get_attr`` nodes read, by name.
         origin: name of the ONNX node that is being imported; every new node stores it in its ``meta``.
+        fp8: whether quantized values may be FP8; only lowerings for GPUs replace its quantizers.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     origin: str = ""
+    fp8: bool = False
     _buffers: dict[str, fx.Node] = field(default_factory=dict)
 
     def call(self, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
@@ -296,9 +299,9 @@ class GraphBuilder:
 def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return a copy of an array as a tensor."""
     copy = np.array(array, order="C")
-    # numpy has no bfloat16.
-    return (
-        torch.from_numpy(copy.view(np.int16)).view(torch.bfloat16)
-        if copy.dtype.name == "bfloat16"
-        else torch.from_numpy(copy)
-    )
+    # numpy has no bfloat16 and no FP8.
+    if copy.dtype.name == "bfloat16":
+        return torch.from_numpy(copy.view(np.int16)).view(torch.bfloat16)
+    if copy.dtype.name == FP8.storage_name:
+        return torch.from_numpy(copy.view(np.uint8)).view(FP8.storage)
+    return torch.from_numpy(copy)

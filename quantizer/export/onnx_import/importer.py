@@ -146,21 +146,22 @@ class Imported:
     outputs: tuple[str, ...]
 
 
-def import_onnx(path: Path) -> Imported:
+def import_onnx(path: Path, *, fp8: bool = False) -> Imported:
     """Return the graph of an ONNX file in aten operators; QuantizeLinear and DequantizeLinear are kept.
 
-    Dynamic axes stay dynamic.
+    Dynamic axes stay dynamic. ``fp8`` allows quantizers to FP8, which torch's operators round to integers: a lowering
+    must replace them.
     """
     checked_onnx(path)
-    return import_graph(read_graph(path), path.parent)
+    return import_graph(read_graph(path), path.parent, fp8=fp8)
 
 
-def import_graph(model: Any, folder: Path) -> Imported:
+def import_graph(model: Any, folder: Path, *, fp8: bool = False) -> Imported:
     """Return the graph of an ONNX model, like ``import_onnx``."""
     onnx = import_library("onnx", "onnx")
     model = in_known_opset(onnx, model)
     while True:
-        reader = _Reader(onnx, model, folder)
+        reader = _Reader(onnx, model, folder, fp8)
         try:
             return reader.read()
         except EngineError:
@@ -173,9 +174,9 @@ def import_graph(model: Any, folder: Path) -> Imported:
 class _Reader:
     """Reader of one model."""
 
-    def __init__(self, onnx: Any, model: Any, folder: Path) -> None:
+    def __init__(self, onnx: Any, model: Any, folder: Path, fp8: bool) -> None:
         self.onnx = onnx
-        self.build = GraphBuilder()
+        self.build = GraphBuilder(fp8=fp8)
         self.values: dict[str, Value | None] = {"": None}
         self.known: dict[str, np.ndarray[Any, Any]] = {}
         self.chosen: dict[str, Any] = {}

@@ -40,6 +40,7 @@ def _normed(
     y_ptr,
     q_ptr,
     following,
+    point,
     eps,
     W,
     RMS: tl.constexpr,
@@ -62,7 +63,7 @@ def _normed(
     if WRITES_VALUE:
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
     if KIND != "none":
-        tl.store(q_ptr + at, quantized(y, following, KIND), mask=inside)
+        tl.store(q_ptr + at, quantized(y, following, point, KIND), mask=inside)
 
 
 @triton.jit
@@ -75,6 +76,7 @@ def norm_kernel(
     y_ptr,
     q_ptr,
     following,
+    point,
     eps,
     W,
     HAS_RESIDUAL: tl.constexpr,
@@ -102,6 +104,7 @@ def norm_kernel(
         y_ptr,
         q_ptr,
         following,
+        point,
         eps,
         W,
         RMS,
@@ -127,6 +130,7 @@ def embedding_kernel(
     y_ptr,
     q_ptr,
     following,
+    point,
     eps,
     W,
     HAS_TYPES: tl.constexpr,
@@ -155,6 +159,7 @@ def embedding_kernel(
         y_ptr,
         q_ptr,
         following,
+        point,
         eps,
         W,
         RMS,
@@ -178,6 +183,7 @@ def norm(
     value: bool = True,
     codes: torch.dtype | None = None,
     following: float = 1.0,
+    point: int = 0,
 ) -> Normed:
     """Norm the rows of x.
 
@@ -192,11 +198,12 @@ def norm(
         value: whether y is written.
         codes: the type of the codes of y, int8 or float8_e4m3fn; None: none are written.
         following: their scale.
+        point: the zero point of INT8 codes.
     """
     results, options = _results(x, bias, x.dtype, rms=rms, total=total, value=value, codes=codes)
     kernel: Any = norm_kernel
     kernel[(len(x),)](
-        *(x, residual, weight, bias, *results, following, eps, x.shape[1]),
+        *(x, residual, weight, bias, *results, following, float(point), eps, x.shape[1]),
         HAS_RESIDUAL=residual is not None,
         **options,
     )
@@ -219,6 +226,7 @@ def embedding_norm(
     value: bool = True,
     codes: torch.dtype | None = None,
     following: float = 1.0,
+    point: int = 0,
 ) -> Normed:
     """Norm the sums of the embeddings of M tokens.
 
@@ -237,12 +245,27 @@ def embedding_norm(
         value: as for ``norm``.
         codes: as for ``norm``.
         following: as for ``norm``.
+        point: as for ``norm``.
     """
     rows = words.new_empty((len(ids), words.shape[1]))
     results, options = _results(rows, bias, words.dtype, rms=rms, total=total, value=value, codes=codes)
     kernel: Any = embedding_kernel
     kernel[(len(ids),)](
-        *(ids, positions, types, words, places, kinds, weight, bias, *results, following, eps, words.shape[1]),
+        *(
+            ids,
+            positions,
+            types,
+            words,
+            places,
+            kinds,
+            weight,
+            bias,
+            *results,
+            following,
+            float(point),
+            eps,
+            words.shape[1],
+        ),
         HAS_TYPES=kinds is not None,
         **options,
     )

@@ -53,6 +53,7 @@ def product_kernel(
     b_ptr,
     r_ptr,
     next_ptr,
+    point,
     s,
     M,
     N,
@@ -113,7 +114,7 @@ def product_kernel(
         tl.store(y_at, value.to(y_ptr.dtype.element_ty), mask=inside)
     else:
         following = tl.load(next_ptr + part, mask=columns < N, other=1.0)
-        tl.store(y_at, quantized(value, following[None, :], KIND), mask=inside)
+        tl.store(y_at, quantized(value, following[None, :], point, KIND), mask=inside)
 
 
 def linear(
@@ -126,6 +127,8 @@ def linear(
     following: Tensor | None,
     epilogue: Epilogue,
     tile: Tile,
+    *,
+    point: int = 0,
 ) -> Tensor:
     """Return y [P, M, N / P], or [M, N] for one part.
 
@@ -139,13 +142,14 @@ def linear(
         following: the scale of the result of each part, float32 [P], if it is quantized.
         epilogue: what follows the product.
         tile: the shape of a program's share.
+        point: the zero point of an INT8 result, for all parts.
     """
     (m, k), n, parts = a.shape, len(w), epilogue.parts
     y = torch.empty((parts, m, n // parts), dtype=epilogue.dtype, device=a.device)
     grid = (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)
     kernel: Any = product_kernel
     kernel[grid](
-        *(a, w, y, scales, bias, residual, following, scale, m, n, k),
+        *(a, w, y, scales, bias, residual, following, float(point), scale, m, n, k),
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         ACTIVATION=epilogue.activation,

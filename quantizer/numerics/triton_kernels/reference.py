@@ -1,4 +1,7 @@
-"""References of the kernels in operations of torch, for tests."""
+"""References of the kernels in operations of torch.
+
+They compute what a CPU runs, and a layer whose kernel does not compile.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """The activations by name, of float32 values."""
 
 
-def quantized(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the codes of float32 values in int8 or float8_e4m3fn."""
-    ratio = torch.where(scale == 0, torch.zeros(()), value / torch.where(scale == 0, torch.ones(()), scale))
+def quantized(value: Tensor, scale: Tensor, dtype: torch.dtype, point: int = 0) -> Tensor:
+    """Return the codes of float32 values in int8 or float8_e4m3fn; only INT8 has a zero point."""
+    ratio = torch.where(scale == 0, 0.0, value / torch.where(scale == 0, 1.0, scale))
     if dtype == torch.int8:
-        return ratio.nan_to_num(0.0, torch.inf, -torch.inf).clamp(INT8.qmin, INT8.qmax).round().to(torch.int8)
+        limited = ratio.nan_to_num(0.0, torch.inf, -torch.inf).clamp(INT8.qmin - point, INT8.qmax - point)
+        return (limited.round() + point).to(torch.int8)
     return ratio.clamp(FP8.qmin, FP8.qmax).to(dtype)
+
+
+def _exact_sums(a: Tensor, w: Tensor) -> Tensor:
+    """Return a w^T of int8 as int32, or float64, in which the sums of fewer than 2^39 products are exact."""
+    if a.device.type == "cpu":
+        return a.int() @ w.int().t()
+    # cuBLAS takes more than 16 rows, and multiples of 8.
+    if len(a) > 16 and a.shape[1] % 8 == 0 and len(w) % 8 == 0:
+        return torch._int_mm(a, w.t())
+    return a.double() @ w.double().t()
 
 
 def linear(
@@ -40,9 +54,10 @@ def linear(
     activation: str = "none",
     dtype: torch.dtype = torch.float16,
     parts: int = 1,
+    point: int = 0,
 ) -> Tensor:
     """Return y [P, M, N / P], or [M, N] for one part; see ``products.linear``."""
-    total = (a.int() @ w.int().t()).float() if a.dtype == torch.int8 else a.float() @ w.float().t()
+    total = _exact_sums(a, w).float() if a.dtype == torch.int8 else a.float() @ w.float().t()
     value = total * (scales * torch.tensor(scale, dtype=torch.float32))
     if bias is not None:
         value = value + bias.float()
@@ -51,7 +66,7 @@ def linear(
         value = value + residual.float()
     separate = value.reshape(len(a), parts, -1).transpose(0, 1).contiguous()
     if following is not None:
-        separate = quantized(separate, following.reshape(parts, 1, 1), dtype)
+        separate = quantized(separate, following.reshape(parts, 1, 1), dtype, point)
     result = separate.to(dtype)
     return result[0] if parts == 1 else result
 
@@ -65,10 +80,11 @@ def normed(
     rms: bool = False,
     codes: torch.dtype | None = None,
     following: float = 1.0,
+    point: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the norm y of float32 rows h, and its codes; see ``norms``."""
     centred = h if rms else h - h.mean(1, keepdim=True)
     value = centred * (1.0 / torch.sqrt(centred.square().mean(1, keepdim=True) + eps)) * weight.float()
     if bias is not None:
         value = value + bias.float()
-    return value, None if codes is None else quantized(value, torch.tensor(following), codes)
+    return value, None if codes is None else quantized(value, torch.tensor(following, device=h.device), codes, point)

@@ -1,0 +1,263 @@
+"""Engines of the torch backend on an NVIDIA GPU, from the graph of an ONNX file; see ``gpu_lowering.py``.
+
+A kernel that does not compile for the GPU is replaced by operations of torch when the engine is loaded, with its reason
+in the plan. From the second call with the same shapes on, an engine replays a CUDA graph. ``GpuEngine.tune`` measures
+the tiles of the products for a shape.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantizer.engines.base import InputSizes
+from quantizer.engines.measure import made_up_inputs
+from quantizer.engines.torch_engine.engine import TorchEngine
+from quantizer.engines.torch_engine.gpu_lowering import KERNELS, lower_for_gpu
+from quantizer.engines.torch_engine.gpu_operators import OPERATORS, linear_with, product_of
+from quantizer.engines.torch_engine.graph_file import program
+from quantizer.engines.torch_engine.kernel_plan import KernelPlan, kernel_plan
+from quantizer.engines.torch_engine.lowering import aten, is_call
+from quantizer.engines.torch_engine.shape_graphs import ShapeGraphs
+from quantizer.errors import EngineError
+from quantizer.export.onnx_import.graph_builder import OperatorGraph
+from quantizer.export.onnx_import.importer import Imported, import_onnx
+from quantizer.numerics.formats import FP8
+from quantizer.numerics.triton_kernels.tiles import TABLE, tiles_for
+from quantizer.utils.lazy import import_library
+
+_LEAST_CAPABILITY = (8, 0)
+"""The first compute capability with products of INT8 and with bfloat16 in Triton."""
+
+
+_LEAST_FOR_FP8 = (8, 9)
+
+
+class GpuEngine(TorchEngine):
+    """Lowered graph on a GPU.
+
+    Attributes:
+        plan: what each kernel reads and writes, and why.
+        no_graphs: why calls do not replay CUDA graphs; None: they do.
+    """
+
+    plan: KernelPlan
+
+    def __init__(self, module: OperatorGraph, imported: Imported, device: str, threads: int, plan: KernelPlan) -> None:
+        super().__init__(self._on_device, imported.inputs, imported.outputs, threads)
+        self.device, self.plan = device, plan
+        self._module, self._program = module, program(module)
+        self._graphs = ShapeGraphs(self._program)
+        if device == "cpu":
+            self._graphs.reason = "a CPU has no CUDA graphs"
+
+    @property
+    def no_graphs(self) -> str | None:
+        return self._graphs.reason
+
+    def compute(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs for inputs by position, all on the device of the engine, without CUDA graphs."""
+        outputs: tuple[Tensor, ...] = self._program(*inputs)
+        return outputs
+
+    def _on_device(self, *inputs: Tensor) -> list[Tensor]:
+        outputs = self._graphs(*(tensor.to(self.device) for tensor in inputs))
+        return [output.cpu() for output in outputs]
+
+    def tune(
+        self,
+        inputs: Any,
+        file: str | Path | None = None,
+        *,
+        seconds: Callable[[Callable[[], object]], float] | None = None,
+    ) -> int:
+        """Measure the tiles of the products for inputs of a shape, and use the fastest from then on.
+
+        Args:
+            inputs: inputs as in a call of the engine.
+            file: the table of tiles to read first and to write; products in it are not measured again.
+            seconds: returns the seconds of a call; None: measured on the GPU.
+
+        Returns:
+            the number of products that were measured.
+
+        Raises:
+            EngineError: inputs of another type or shape, or a damaged file.
+        """
+        if file is not None:
+            TABLE.read(Path(file))
+        tuner = _Tuner(self._module, seconds or gpu_seconds)
+        tensors = [torch.from_numpy(array.copy()).to(self.device) for array in self._checked(inputs).values()]
+        with torch.inference_mode():
+            tuner.run(*tensors)
+        self._graphs.forget()
+        if file is not None:
+            TABLE.write(Path(file))
+        return tuner.count
+
+
+class _Tuner(fx.Interpreter):
+    """Interpreter that measures the tiles of each product that has no entry in the table.
+
+    Attributes:
+        count: the products that were measured.
+    """
+
+    def __init__(self, module: OperatorGraph, seconds: Callable[[Callable[[], object]], float]) -> None:
+        super().__init__(module)
+        self.count = 0
+        self._seconds = seconds
+
+    def run_node(self, n: fx.Node) -> Any:
+        if is_call(n, OPERATORS["linear_8bit"].triton):
+            a, *operands = self.fetch_args_kwargs_from_env(n)[0]
+            product = product_of(a, *operands)
+            if product not in TABLE:
+                tiles = (*tiles_for(product.rows), None)
+                TABLE.measure(
+                    product, {tile: partial(linear_with, tile, a, *operands) for tile in tiles}, self._seconds
+                )
+                self.count += 1
+        return super().run_node(n)
+
+
+_TIMED_CALLS = 10
+
+
+def gpu_seconds(call: Callable[[], object]) -> float:
+    """Return the median time of a call by the clock of the GPU, in seconds."""
+    cuda: Any = torch.cuda
+    taken: list[float] = []
+    for turn in range(-2, _TIMED_CALLS):
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        if turn >= 0:
+            taken.append(start.elapsed_time(end) / 1000)
+    return statistics.median(taken)
+
+
+def load_on_gpu(path: Path, *, threads: int = 1, dtype: torch.dtype = torch.float16) -> GpuEngine:
+    """Return the engine of an ONNX file on the current GPU.
+
+    Args:
+        path: a Q/DQ file.
+        threads: number of CPU threads.
+        dtype: type of values that are not quantized, float16 or bfloat16.
+
+    Raises:
+        EngineError: there is no GPU, it is too old, or the graph does not run.
+        MissingDependencyError: Triton is not installed.
+    """
+    if path.suffix.lower() != ".onnx":
+        raise EngineError(f"{path} is an engine for the CPU: pass its ONNX file to load it on a GPU")
+    if (reason := no_gpu()) is not None:
+        raise EngineError(reason)
+    import_library("triton", "triton")
+    return engine_on(path, "cuda", threads=threads, dtype=dtype)
+
+
+def no_gpu() -> str | None:
+    """Return why kernels cannot run on this machine; None if they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU on this machine; leave out the device for the CPU"
+    capability = torch.cuda.get_device_capability()
+    if capability < _LEAST_CAPABILITY:
+        found, least = (".".join(map(str, pair)) for pair in (capability, _LEAST_CAPABILITY))
+        return f"the GPU has compute capability {found}, but the kernels need {least} or later; use the CPU"
+    return None
+
+
+def no_fp8(module: OperatorGraph) -> str | None:
+    """Return why the GPU cannot run the FP8 layers of a graph; None if it can, or if there are none."""
+    capability = torch.cuda.get_device_capability()
+    if capability >= _LEAST_FOR_FP8 or all(tensor.dtype is not FP8.storage for tensor in module.buffers()):
+        return None
+    found, least = (".".join(map(str, pair)) for pair in (capability, _LEAST_FOR_FP8))
+    return f"it is in FP8, which needs compute capability {least} or later, but the GPU has {found}; use INT8"
+
+
+def engine_on(
+    path: Path, device: str, *, threads: int = 1, dtype: torch.dtype = torch.float16, triton: bool = True
+) -> GpuEngine:
+    """Return the engine of an ONNX file on a device.
+
+    Args:
+        path: a Q/DQ file.
+        device: a device of torch.
+        threads: number of CPU threads.
+        dtype: type of values that are not quantized.
+        triton: run Triton's kernels; False: their references in torch, which also run on a CPU.
+
+    Raises:
+        EngineError: the graph does not run.
+    """
+    imported = import_onnx(path, fp8=True)
+    try:
+        sizes, reasons = lower_for_gpu(imported, dtype=dtype, triton=triton)
+    except EngineError as error:
+        raise EngineError(f"backend torch cannot run {path}: {error}") from error
+    if device == "cuda" and (reason := no_fp8(imported.module)) is not None:
+        raise EngineError(f"backend torch cannot run {path}: {reason}")
+    module = imported.module.to(device)
+    create_on(module, device)
+    fallbacks = replace_failing(module, sample_inputs(imported, sizes, device)) if triton else {}
+    return GpuEngine(module, imported, device, threads, kernel_plan(module, reasons, fallbacks))
+
+
+_FACTORIES = (aten.arange.default, aten.arange.start_step, aten.full.default, aten.scalar_tensor.default)
+
+
+def create_on(module: OperatorGraph, device: str) -> None:
+    """Let the operators of a graph create new tensors on a device."""
+    for node in module.graph.nodes:
+        if is_call(node, *_FACTORIES):
+            node.kwargs = {**node.kwargs, "device": device}
+
+
+def sample_inputs(imported: Imported, sizes: InputSizes, device: str) -> list[Tensor]:
+    """Return generated inputs of a graph, by position."""
+    arrays = made_up_inputs(imported.inputs, sizes)
+    return [torch.from_numpy(arrays[spec.name]).to(device) for spec in imported.inputs]
+
+
+def replace_failing(module: OperatorGraph, inputs: Sequence[Tensor]) -> dict[str, str]:
+    """Run a graph, and replace each kernel that fails by its reference; return the reasons by node name."""
+    trial = _Trial(module)
+    with torch.inference_mode():
+        trial.run(*inputs)
+    return trial.reasons
+
+
+class _Trial(fx.Interpreter):
+    """Interpreter that replaces kernels that fail.
+
+    Attributes:
+        reasons: why they failed, by node name.
+    """
+
+    def __init__(self, module: OperatorGraph) -> None:
+        super().__init__(module)
+        self.reasons: dict[str, str] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not is_call(n, *KERNELS):
+            return super().run_node(n)
+        try:
+            return super().run_node(n)
+        except torch.OutOfMemoryError:
+            # The reference needs more memory.
+            raise
+        except Exception as error:  # noqa: BLE001 - the compiler of kernels raises errors of many classes
+            first = (str(error).strip().splitlines() or [""])[0]
+            self.reasons[n.name] = f"its kernel failed: {type(error).__name__}: {first}"
+            n.target = OPERATORS[str(n.target).split(".")[1]].reference
+            return super().run_node(n)

@@ -1,0 +1,265 @@
+"""Operators of 8-bit layers in two overloads: ``triton`` is a kernel of a GPU, ``reference`` operations of torch.
+
+Legend: x [.., K] floats; a [.., K] INT8 or FP8, with scale s and zero point z; w [N, K] of the same type, with scale t
+[N]. A result in 8 bits has the scale ``next_scale`` and the zero point ``next_point``. Zero points of a are in the bias
+of a layer.
+
+======================  ==========================================================================================
+linear_8bit             y [.., N] = f(s t (a w^T) + bias) + residual, or its quantized values; with several parts,
+                        y [parts, .., N / parts]
+norm_8bit               of h = x + residual: those of h, its norm and the quantized norm that are asked for
+embedding_norm_8bit     the same of h = words[ids] + kinds[types] + places[positions]
+quantize_8bit           the quantized values of x
+======================  ==========================================================================================
+
+``triton`` is imported at the first call of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.numerics.triton_kernels import reference
+from quantizer.numerics.triton_kernels.tiles import TABLE, Product, Tile, bucket
+
+_NORM = (
+    "Tensor weight, Tensor? bias, float eps, bool rms, bool total, bool value, ScalarType? codes, float next_scale, "
+    "int next_point) -> Tensor[]"
+)
+_SCHEMAS = {
+    "linear_8bit": (
+        "(Tensor a, Tensor weight, float scale, Tensor scales, Tensor? bias, Tensor? residual, Tensor? next_scale, "
+        "int next_point, str activation, ScalarType out, int parts) -> Tensor"
+    ),
+    "norm_8bit": f"(Tensor x, Tensor? residual, {_NORM}",
+    "embedding_norm_8bit": (
+        f"(Tensor ids, Tensor positions, Tensor? types, Tensor words, Tensor places, Tensor? kinds, {_NORM}"
+    ),
+    "quantize_8bit": "(Tensor x, float scale, int point, ScalarType dtype) -> Tensor",
+}
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
+    *before, residual, next_scale, point, activation, dtype, parts = operands
+    tensors = (_rows(a), weight, *before, None if residual is None else _rows(residual), next_scale)
+    y = reference.linear(*tensors, activation=activation, dtype=dtype, parts=parts, point=point)
+    return y.reshape(_shape(a, weight, parts))
+
+
+def product_of(a: Tensor, weight: Tensor, *operands: Any) -> Product:
+    """Return the product of a call of ``linear_8bit`` as an entry of a table of tiles."""
+    *_, bias, residual, _, _, activation, dtype, parts = operands
+    epilogue = [activation, str(dtype).removeprefix("torch."), f"{parts} results"]
+    epilogue += ["bias"] * (bias is not None) + ["residual"] * (residual is not None)
+    rows = bucket(a.numel() // a.shape[-1])
+    n, k = weight.shape
+    return Product(rows, n, k, ", ".join(epilogue), _capability(a.device))
+
+
+@cache
+def _capability(device: torch.device) -> str:
+    return ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else device.type
+
+
+def _triton_linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
+    return linear_with(TABLE.tile(product_of(a, weight, *operands), a.numel() // a.shape[-1]), a, weight, *operands)
+
+
+def linear_with(tile: Tile | None, a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
+    """Compute ``linear_8bit`` with a tile; None: with operations of torch."""
+    if tile is None:
+        return _linear(a, weight, *operands)
+    from quantizer.numerics.triton_kernels.products import Epilogue, linear
+
+    scale, scales, bias, residual, next_scale, point, activation, dtype, parts = operands
+    rows, added = _rows(a), None if residual is None else _rows(residual)
+    epilogue = Epilogue(activation=activation, dtype=dtype, parts=parts)
+    y = linear(rows, weight, scale, scales, bias, added, next_scale, epilogue, tile, point=point)
+    return y.reshape(_shape(a, weight, parts))
+
+
+def _linear_without_data(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
+    dtype, parts = operands[-2:]
+    return a.new_empty(_shape(a, weight, parts), dtype=dtype)
+
+
+def _shape(a: Tensor, weight: Tensor, parts: int) -> tuple[Any, ...]:
+    return (*(() if parts == 1 else (parts,)), *a.shape[:-1], len(weight) // parts)
+
+
+def _of_norm(
+    h: Tensor,
+    dtype: torch.dtype,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    total: bool,
+    value: bool,
+    codes: torch.dtype | None,
+    next_scale: float,
+    next_point: int,
+) -> list[Tensor]:
+    """Return the results for float32 rows h [.., W] that are asked for, in ``dtype``."""
+    normed, quantized = reference.normed(
+        _rows(h), weight, bias, eps, rms=rms, codes=codes, following=next_scale, point=next_point
+    )
+    results = [h.to(dtype)] if total else []
+    results += [normed.to(dtype).reshape(h.shape)] if value else []
+    return results if quantized is None else [*results, quantized.reshape(h.shape)]
+
+
+def _norm(x: Tensor, residual: Tensor | None, *options: Any) -> list[Tensor]:
+    # A result must not be an input.
+    h = x.float().clone() if residual is None else x.float() + residual.float()
+    return _of_norm(h, x.dtype, *options)
+
+
+def _triton_norm(x: Tensor, residual: Tensor | None, *options: Any) -> list[Tensor]:
+    from quantizer.numerics.triton_kernels.norms import norm
+
+    results = norm(_rows(x), None if residual is None else _rows(residual), *options[:3], **_keywords(*options[3:]))
+    return [result.reshape(x.shape) for result in results if result is not None]
+
+
+def _keywords(*options: Any) -> dict[str, Any]:
+    return dict(zip(("rms", "total", "value", "codes", "following", "point"), options, strict=True))
+
+
+def _norm_without_data(x: Tensor, residual: Tensor | None, *options: Any) -> list[Tensor]:
+    return _results_without_data(x.new_empty(x.shape), *options)
+
+
+def _results_without_data(like: Tensor, *options: Any) -> list[Tensor]:
+    total, value, codes = options[4:7]
+    floats = [torch.empty_like(like) for written in (total, value) if written]
+    return floats if codes is None else [*floats, torch.empty_like(like, dtype=codes)]
+
+
+def _embedding_norm(
+    ids: Tensor,
+    positions: Tensor,
+    types: Tensor | None,
+    words: Tensor,
+    places: Tensor,
+    kinds: Tensor | None,
+    *options: Any,
+) -> list[Tensor]:
+    h = words[ids].float()
+    if types is not None and kinds is not None:
+        h = h + kinds[types].float()
+    return _of_norm(h + places[positions].float(), words.dtype, *options)
+
+
+def _triton_embedding_norm(
+    ids: Tensor,
+    positions: Tensor,
+    types: Tensor | None,
+    words: Tensor,
+    places: Tensor,
+    kinds: Tensor | None,
+    *options: Any,
+) -> list[Tensor]:
+    from quantizer.numerics.triton_kernels.norms import embedding_norm
+
+    indices = _broadcast(ids, positions, types)
+    flat = [index.reshape(-1).contiguous() for index in indices]
+    results = embedding_norm(
+        *(flat[0], flat[1], None if types is None else flat[2], words, places, kinds),
+        *options[:3],
+        **_keywords(*options[3:]),
+    )
+    shape = (*indices[0].shape, words.shape[1])
+    return [result.reshape(shape) for result in results if result is not None]
+
+
+def _broadcast(*indices: Tensor | None) -> tuple[Tensor, ...]:
+    broadcast: Any = torch.broadcast_tensors
+    result: tuple[Tensor, ...] = broadcast(*(index for index in indices if index is not None))
+    return result
+
+
+def _embedding_without_data(
+    ids: Tensor,
+    positions: Tensor,
+    types: Tensor | None,
+    words: Tensor,
+    places: Tensor,
+    kinds: Tensor | None,
+    *options: Any,
+) -> list[Tensor]:
+    indices = _broadcast(ids, positions, types)
+    return _results_without_data(words.new_empty((*indices[0].shape, words.shape[1])), *options)
+
+
+def _quantize(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
+    return reference.quantized(x.float(), torch.tensor(scale, device=x.device), dtype, point)
+
+
+def _triton_quantize(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
+    from quantizer.numerics.triton_kernels.quantize import quantize
+
+    return quantize(x.contiguous(), scale, point, dtype)
+
+
+def _quantize_without_data(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "linear_8bit": _triton_linear,
+    "norm_8bit": _triton_norm,
+    "embedding_norm_8bit": _triton_embedding_norm,
+    "quantize_8bit": _triton_quantize,
+}
+"""The Triton kernel of each operator, by its name."""
+
+_REFERENCES: dict[str, Callable[..., Any]] = {
+    "linear_8bit": _linear,
+    "norm_8bit": _norm,
+    "embedding_norm_8bit": _embedding_norm,
+    "quantize_8bit": _quantize,
+}
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "linear_8bit": _linear_without_data,
+    "norm_8bit": _norm_without_data,
+    "embedding_norm_8bit": _embedding_without_data,
+    "quantize_8bit": _quantize_without_data,
+}
+
+
+def _on_its_device(name: str) -> Callable[..., Any]:
+    """Return a call of a kernel on the GPU of its first operand, on which Triton would not launch by itself."""
+
+    def call(first: Tensor, *rest: Any) -> Any:
+        device_of: Any = torch.cuda.device_of
+        if not first.numel():
+            return _REFERENCES[name](first, *rest)
+        with device_of(first):
+            return KERNELS[name](first, *rest)
+
+    return call
+
+
+def _define() -> None:
+    for name, schema in _SCHEMAS.items():
+        for overload, function in (("triton", _on_its_device(name)), ("reference", _REFERENCES[name])):
+            operator = f"quantizer::{name}.{overload}"
+            torch.library.define(operator, schema)
+            torch.library.impl(operator, ("CPU", "CUDA"), function)
+            torch.library.register_fake(operator, _SHAPES[name])
+
+
+_define()
+
+OPERATORS = {name: getattr(torch.ops.quantizer, name) for name in _SCHEMAS}
+"""The operators by name; each has the overloads ``triton`` and ``reference``."""

@@ -1,0 +1,38 @@
+"""The quantization of a tensor as one kernel, for operands that no kernel writes in 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantizer.numerics.triton_kernels.arithmetic import KINDS, quantized
+
+_BLOCK = 1024
+
+
+@triton.jit
+def quantize_kernel(x_ptr, q_ptr, scale, point, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantize BLOCK values."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(q_ptr + at, quantized(x, scale, point, KIND), mask=inside)
+
+
+def quantize(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
+    """Return the quantized values of x.
+
+    Args:
+        x: contiguous floats [*].
+        scale: their scale.
+        point: their zero point in INT8.
+        dtype: int8 or float8_e4m3fn.
+    """
+    codes = torch.empty_like(x, dtype=dtype)
+    kernel: Any = quantize_kernel
+    kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, codes, scale, float(point), x.numel(), KIND=KINDS[dtype], BLOCK=_BLOCK)
+    return codes
