@@ -28,7 +28,7 @@ PYTORCH = "PyTorch float"
 
 NOT_VERIFIED = "not verified: built ahead of time, and this machine has no GPU"
 
-_LATENCY_ROUNDS, _LATENCY_SECONDS = 11, 5.0
+LATENCY_ROUNDS, _LATENCY_SECONDS = 11, 5.0
 """Interleaved rounds at one size, and a time limit in seconds, which reduces the rounds of slow engines."""
 
 
@@ -148,7 +148,7 @@ def measure_latency(
 
 
 def times_of(
-    models: Mapping[str, Runnable], batch: Batch, threads: int, *, rounds: int = _LATENCY_ROUNDS, warmup: int = 3
+    models: Mapping[str, Runnable], batch: Batch, threads: int, *, rounds: int = LATENCY_ROUNDS, warmup: int = 3
 ) -> dict[str, list[float]]:
     """Return interleaved latencies in ms of models and engines on one batch, all with the same number of threads."""
     calls = {name: _call(model, batch) for name, model in models.items()}

@@ -18,7 +18,14 @@ from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, ins
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates
 from quantizer.engines.measure import finish_trials, tried_build, undisturbed
 from quantizer.export.qdq.onnx_file import output_names
-from quantizer.pipeline.benchmark import batches_of_shapes, build_options, compared_shapes, run_sizes, times_of
+from quantizer.pipeline.benchmark import (
+    LATENCY_ROUNDS,
+    batches_of_shapes,
+    build_options,
+    compared_shapes,
+    run_sizes,
+    times_of,
+)
 from quantizer.pipeline.compare_outputs import (
     OutputCheck,
     References,
@@ -224,18 +231,18 @@ def _time(
         once = undisturbed(times)
         # One round is enough for an engine that takes a multiple of the fastest one's time.
         near = {name: engines[name] for name, taken in once.items() if taken <= _FAR_BEHIND * min(once.values())}
-        few, broken_later = timed(near, partial(take, rounds=_FEW_ROUNDS - 1, warmup=0), call)
+        more, broken_later = timed(near, partial(take, rounds=_FEW_ROUNDS - 1, warmup=0), call)
         broken |= broken_later
-        times |= {name: [*times[name], *milliseconds] for name, milliseconds in few.items()}
+        times |= {name: [*times[name], *milliseconds] for name, milliseconds in more.items()}
         spent = sum(sum(milliseconds) for milliseconds in times.values()) / 1000
         first = undisturbed(times)
         measured = [replace(correct[name].candidate, milliseconds=(first[name],)) for name in times]
         fast = {name: engines[name] for name in (times.keys() - slow_ones(measured)) | _delivered_floats(measured)}
         # At a size that takes seconds, few rounds are enough.
         if len(fast) > 1 and spent <= _ENOUGH_S:
-            all_rounds, broken_later = timed(fast, take, call)
+            more, broken_later = timed(fast, partial(take, rounds=LATENCY_ROUNDS - _FEW_ROUNDS, warmup=0), call)
             broken |= broken_later
-            times |= all_rounds
+            times |= {name: [*times[name], *milliseconds] for name, milliseconds in more.items()}
         shapes.append(_shape(batch))
         rejected += [failed(correct.pop(name).candidate, why) for name, why in broken.items()]
         taken = undisturbed(times)

@@ -75,7 +75,7 @@ def _run(inputs: Path, out: Path, former: bool) -> int:
     translate_once(inputs).__enter__()
     # Seconds each, and no part of what is compared.
     memory = SimpleNamespace(peak_mib=2.0, baseline_mib=1.0)
-    mock.patch.multiple(benchmark, peak_memory_mib=lambda *_, **__: memory, _LATENCY_ROUNDS=1).start()
+    mock.patch.multiple(benchmark, peak_memory_mib=lambda *_, **__: memory, LATENCY_ROUNDS=1).start()
     words = ["run", str(inputs / "run.yaml"), "--output", str(out), "--force"]
     return main([*words, "quantizer.activations.percentile=99.0"] if former else words)
 
