@@ -23,7 +23,7 @@ from quantizer import Quantizer
 from quantizer.engines.torch_engine.gpu_lowering import KERNELS, LINEARS, QUANTIZERS, lower_for_gpu, sign_activations
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.engines.torch_engine.kernel_plan import KernelPlan, kernel_plan
-from quantizer.engines.torch_engine.lowering import fuse_attention, is_call
+from quantizer.engines.torch_engine.lowering import fuse_attention, is_call, quantize
 from quantizer.export.onnx_import.importer import Imported, import_onnx
 from quantizer.tasks.metrics import sqnr_db
 
@@ -315,6 +315,19 @@ def _two_layers(folder: Path, point: int, *, weight_point: int = 0, floats: Any 
     graph = helper.make_graph(nodes, "g", values[:1], values[1:], stored)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), folder / "two.onnx")
     return import_onnx(folder / "two.onnx")
+
+
+def test_factors_of_smoothquant_are_part_of_the_scales(files: Callable[[str], Exported], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"activations": {"smoothquant_alpha": 0.5, "zero_point": True}}
+    file = exported(tmp_path, tiny("bert", "sdpa"), MODELS["bert"][1], **settings)
+    separate = import_onnx(file.path).module
+    quantizers = [node for node in separate.graph.nodes if is_call(node, quantize)]
+    assert sum(is_call(node.args[0], torch.ops.aten.mul.Tensor) for node in quantizers) >= 4
+    imported, plan = file.lowered(torch.float32)
+    _, plain = files("bert").lowered()
+    assert [kernel.kernel for kernel in plan.kernels] == [kernel.kernel for kernel in plain.kernels]
+    assert all("aten.mul" not in str(kernel) for kernel in plan.of("encoder"))
+    assert _db(program(imported.module)(*file.arguments(imported))[0], file.expected) > 55
 
 
 def test_a_layer_that_is_not_lowered_has_a_reason(tmp_path: Path) -> None:
