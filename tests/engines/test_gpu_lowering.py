@@ -339,3 +339,21 @@ def test_a_layer_that_is_not_lowered_has_a_reason(tmp_path: Path) -> None:
     assert "layer0: floating point\n    its weight" in str(plan)
     x = _rows(8, 1)
     torch.testing.assert_close(program(imported.module)(x)[0], program(separate.module)(x)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_kernels_of_a_gated_block(files: Callable[[str], Exported]) -> None:
+    _, plan = files("gated").lowered()
+    found = [
+        (kernel.sites[0], kernel.kernel, *kernel.fused, *(each.bits for each in kernel.writes))
+        for kernel in plan.kernels
+    ]
+    assert found == [
+        ("norm", "norm_8bit", 8),
+        ("gate", "linear_8bit", "silu", 16),
+        ("up", "linear_8bit", 16),
+        ("down", "quantize_8bit", 8),
+        ("down", "linear_8bit", "residual add", 16),
+        ("norm", "norm_8bit", 8),
+        ("last", "linear_8bit", "residual add", 16),
+        ("end", "norm_8bit", 16),
+    ]
