@@ -3,7 +3,7 @@
 ``lower_for_gpu`` turns these chains into one operator of ``gpu_operators.py`` each:
 
 - DQ > MatMul with a quantized weight > bias > ReLU, GELU or SiLU > residual add > Q of the next layer;
-- layers that read one quantized tensor and write floats, such as q, k and v: one product with several results;
+- layers that read one quantized tensor and write floats, such as q, k and v: one MatMul with several results;
 - residual add > LayerNorm or RMSNorm > Q;
 - the sum of embeddings > LayerNorm or RMSNorm > Q.
 

@@ -56,7 +56,7 @@ def _linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
 
 
 def product_of(a: Tensor, weight: Tensor, *operands: Any) -> Product:
-    """Return the product of a call of ``linear_8bit`` as an entry of a table of tiles."""
+    """Return the matrix multiplication of a call of ``linear_8bit`` as an entry of a table of tiles."""
     *_, bias, residual, _, _, activation, dtype, parts = operands
     epilogue = [activation, str(dtype).removeprefix("torch."), f"{parts} results"]
     epilogue += ["bias"] * (bias is not None) + ["residual"] * (residual is not None)
