@@ -62,6 +62,7 @@ def _products() -> None:
             types["point"] = "fp32"
             types |= dict.fromkeys(("t_ptr", "b_ptr", "next_ptr"), "*fp32")
             options = {"HAS_BIAS": True, "HAS_RESIDUAL": False, "ACTIVATION": "gelu", "KIND": kind, "PARTS": 1}
+            options["BY_COLUMN"] = False
             options |= {"INTEGERS": kind == "int8", "EVEN_K": True, "ROWS": tile.rows, "COLUMNS": tile.columns}
             options |= {"DEPTH": tile.depth, "GROUP": tile.group}
             launch = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -78,9 +79,13 @@ def _norms() -> None:
     for width, warps in ((768, 4), (4096, 8)):
         for kind, capability in TARGETS:
             types = dict.fromkeys(("x_ptr", "r_ptr", "h_ptr", "y_ptr"), "*fp16") | {"q_ptr": TYPES[kind]}
-            types |= dict.fromkeys(("g_ptr", "b_ptr"), "*fp32") | dict.fromkeys(("following", "point", "eps"), "fp32")
+            types |= dict.fromkeys(("g_ptr", "b_ptr"), "*fp32") | {
+                "following_ptr": "*fp32",
+                "point": "fp32",
+                "eps": "fp32",
+            }
             options = {"HAS_RESIDUAL": True, "RMS": False, "HAS_BIAS": True, "WRITES_TOTAL": False}
-            options |= {"WRITES_VALUE": True, "KIND": kind, "BLOCK": 1 << (width - 1).bit_length()}
+            options |= {"WRITES_VALUE": True, "KIND": kind, "BY_COLUMN": False, "BLOCK": 1 << (width - 1).bit_length()}
             cells = _compiled(norms.norm_kernel, types, options, capability, num_warps=warps)
             print(f"| {width} | {kind} | {capability} | {cells} |", flush=True)
 

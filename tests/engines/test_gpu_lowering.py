@@ -23,7 +23,7 @@ from quantizer import Quantizer
 from quantizer.engines.torch_engine.gpu_lowering import KERNELS, LINEARS, QUANTIZERS, lower_for_gpu, sign_activations
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.engines.torch_engine.kernel_plan import KernelPlan, kernel_plan
-from quantizer.engines.torch_engine.lowering import fuse_attention, is_call
+from quantizer.engines.torch_engine.lowering import fuse_attention, is_call, quantize
 from quantizer.export.onnx_import.importer import Imported, import_onnx
 from quantizer.tasks.metrics import sqnr_db
 
@@ -317,6 +317,19 @@ def _two_layers(folder: Path, point: int, *, weight_point: int = 0, floats: Any 
     return import_onnx(folder / "two.onnx")
 
 
+def test_factors_of_smoothquant_are_part_of_the_scales(files: Callable[[str], Exported], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"activations": {"smoothquant_alpha": 0.5, "zero_point": True}}
+    file = exported(tmp_path, tiny("bert", "sdpa"), MODELS["bert"][1], **settings)
+    separate = import_onnx(file.path).module
+    quantizers = [node for node in separate.graph.nodes if is_call(node, quantize)]
+    assert sum(is_call(node.args[0], torch.ops.aten.mul.Tensor) for node in quantizers) >= 4
+    imported, plan = file.lowered(torch.float32)
+    _, plain = files("bert").lowered()
+    assert [kernel.kernel for kernel in plan.kernels] == [kernel.kernel for kernel in plain.kernels]
+    assert all("aten.mul" not in str(kernel) for kernel in plan.of("encoder"))
+    assert _db(program(imported.module)(*file.arguments(imported))[0], file.expected) > 55
+
+
 def test_a_layer_that_is_not_lowered_has_a_reason(tmp_path: Path) -> None:
     imported, separate = (_two_layers(tmp_path, 128, weight_point=3) for _ in range(2))
     _, reasons = lower_for_gpu(imported, dtype=torch.float32, triton=False)
@@ -326,3 +339,21 @@ def test_a_layer_that_is_not_lowered_has_a_reason(tmp_path: Path) -> None:
     assert "layer0: floating point\n    its weight" in str(plan)
     x = _rows(8, 1)
     torch.testing.assert_close(program(imported.module)(x)[0], program(separate.module)(x)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_kernels_of_a_gated_block(files: Callable[[str], Exported]) -> None:
+    _, plan = files("gated").lowered()
+    found = [
+        (kernel.sites[0], kernel.kernel, *kernel.fused, *(each.bits for each in kernel.writes))
+        for kernel in plan.kernels
+    ]
+    assert found == [
+        ("norm", "norm_8bit", 8),
+        ("gate", "linear_8bit", "silu", 16),
+        ("up", "linear_8bit", 16),
+        ("down", "quantize_8bit", 8),
+        ("down", "linear_8bit", "residual add", 16),
+        ("norm", "norm_8bit", 8),
+        ("last", "linear_8bit", "residual add", 16),
+        ("end", "norm_8bit", 16),
+    ]

@@ -27,8 +27,8 @@ def test_norm(shape: tuple[int, int], rms: bool, residual: bool) -> None:
     bias = None if rms else torch.randn(shape[1], generator=generator)
     h = x if rest is None else x + rest
     for codes in (INT8, FP8, None):
-        found = norms.norm(x, rest, weight, bias, EPS, rms=rms, total=True, codes=codes, following=0.03)
-        value, quantized = reference.normed(h, weight, bias, EPS, rms=rms, codes=codes, following=0.03)
+        found = norms.norm(x, rest, weight, bias, EPS, rms=rms, total=True, codes=codes, following=torch.tensor([0.03]))
+        value, quantized = reference.normed(h, weight, bias, EPS, rms=rms, codes=codes, following=torch.tensor([0.03]))
         assert found.total is not None
         assert found.value is not None
         assert torch.equal(found.total, h)
@@ -43,7 +43,7 @@ def test_norm(shape: tuple[int, int], rms: bool, residual: bool) -> None:
 
 def test_only_what_is_asked_for_is_written() -> None:
     x, weight = torch.randn(2, 8), torch.ones(8)
-    found = norms.norm(x, None, weight, None, EPS, value=False, codes=INT8, following=0.1)
+    found = norms.norm(x, None, weight, None, EPS, value=False, codes=INT8, following=torch.tensor([0.1]))
     assert found.total is None
     assert found.value is None
     assert found.codes is not None
@@ -65,9 +65,9 @@ def test_embeddings(types: bool) -> None:
     ids, positions, of = torch.tensor([3, 10, 0, 3]), torch.tensor([0, 1, 2, 8]), torch.tensor([0, 1, 1, 0])
     weight, bias = torch.randn(30, generator=generator), torch.randn(30, generator=generator)
     arguments = (ids, positions, of if types else None, words, places, kinds if types else None, weight, bias, EPS)
-    found = norms.embedding_norm(*arguments, total=True, codes=INT8, following=0.02)
+    found = norms.embedding_norm(*arguments, total=True, codes=INT8, following=torch.tensor([0.02]))
     h = words[ids] + (kinds[of] if types else 0.0) + places[positions]
-    value, codes = reference.normed(h, weight, bias, EPS, codes=INT8, following=0.02)
+    value, codes = reference.normed(h, weight, bias, EPS, codes=INT8, following=torch.tensor([0.02]))
     assert found.total is not None
     assert found.value is not None
     assert found.codes is not None
@@ -80,7 +80,7 @@ def test_embeddings(types: bool) -> None:
 def test_nan_stays_in_its_row() -> None:
     x = torch.randn(3, 16)
     x[1, 4] = torch.nan
-    found = norms.norm(x, None, torch.ones(16), None, EPS, codes=INT8, following=0.1)
+    found = norms.norm(x, None, torch.ones(16), None, EPS, codes=INT8, following=torch.tensor([0.1]))
     assert found.value is not None
     assert found.codes is not None
     assert found.value.isnan().any(1).tolist() == [False, True, False]
@@ -90,10 +90,20 @@ def test_nan_stays_in_its_row() -> None:
 @pytest.mark.parametrize("point", [-128, 5])
 def test_a_zero_point_of_the_codes(point: int) -> None:
     x, weight = torch.randn(4, 30, generator=torch.Generator().manual_seed(0)), torch.ones(30)
-    found = norms.norm(x, None, weight, None, EPS, codes=INT8, following=0.02, point=point).codes
-    _, expected = reference.normed(x, weight, None, EPS, codes=INT8, following=0.02, point=point)
+    found = norms.norm(x, None, weight, None, EPS, codes=INT8, following=torch.tensor([0.02]), point=point).codes
+    _, expected = reference.normed(x, weight, None, EPS, codes=INT8, following=torch.tensor([0.02]), point=point)
     assert found is not None
     assert expected is not None
     assert steps(found, expected) <= 1
-    shifted = torch.quantize_per_tensor(reference.normed(x, weight, None, EPS)[0], 0.02, point, torch.qint8)
-    assert steps(found, shifted.int_repr()) <= 1
+    value, _ = reference.normed(x, weight, None, EPS)
+    assert steps(found, ((value / 0.02).round() + point).clamp(-128, 127).to(INT8)) <= 1
+
+
+def test_a_scale_for_each_column_of_the_codes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 30, generator=generator), torch.ones(30)
+    following = 0.01 + 0.05 * torch.rand(30, generator=generator)
+    found = norms.norm(x, None, weight, None, EPS, codes=INT8, following=following).codes
+    value, _ = reference.normed(x, weight, None, EPS)
+    assert found is not None
+    assert steps(found, (value / following).round().clamp(-128, 127).to(INT8)) <= 1

@@ -130,6 +130,17 @@ def test_a_zero_point_of_the_result(point: int) -> None:
     found = products.linear(*arguments, products.Epilogue(dtype=INT8), TILE, point=point)
     floats = products.linear(*arguments[:-1], None, products.Epilogue(dtype=torch.float32), TILE)
     assert torch.equal(found, reference.linear(*arguments, dtype=INT8, point=point))
-    expected = torch.quantize_per_tensor(floats, 0.2, point, torch.qint8).int_repr()
-    assert steps(found, expected) <= 1
-    assert (found != expected).float().mean() < 1e-3
+    assert torch.equal(found, ((floats / 0.2).round() + point).clamp(-128, 127).to(INT8))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_scale_for_each_column_of_the_result(parts: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, w = _codes(generator, INT8, 37, 70), _codes(generator, INT8, 48, 70)
+    following = 0.05 + torch.rand(48, generator=generator)
+    arguments = (a, w, 0.02, torch.full((48,), 5e-3), None, None, following)
+    found = products.linear(*arguments, products.Epilogue(dtype=INT8, parts=parts), TILE)
+    floats = products.linear(*arguments[:-1], None, products.Epilogue(dtype=torch.float32), TILE)
+    assert torch.equal(found, reference.linear(*arguments, dtype=INT8, parts=parts))
+    columns = found.transpose(0, 1).reshape(37, 48) if parts > 1 else found
+    assert torch.equal(columns, (floats / following).round().clamp(-128, 127).to(INT8))

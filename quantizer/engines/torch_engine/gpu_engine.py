@@ -2,7 +2,7 @@
 
 A kernel that does not compile for the GPU is replaced by operations of torch when the engine is loaded, with its reason
 in the plan. From the second call with the same shapes on, an engine replays a CUDA graph. ``GpuEngine.tune`` measures
-the tiles of the products for a shape.
+the tiles of the linear layers for a shape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quantizer.numerics.triton_kernels.tiles import TABLE, tiles_for
 from quantizer.utils.lazy import import_library
 
 _LEAST_CAPABILITY = (8, 0)
-"""The first compute capability with products of INT8 and with bfloat16 in Triton."""
+"""The first compute capability with matrix multiplications of INT8 and with bfloat16 in Triton."""
 
 
 _LEAST_FOR_FP8 = (8, 9)
@@ -77,15 +77,15 @@ class GpuEngine(TorchEngine):
         *,
         seconds: Callable[[Callable[[], object]], float] | None = None,
     ) -> int:
-        """Measure the tiles of the products for inputs of a shape, and use the fastest from then on.
+        """Measure the tiles of the linear layers for inputs of a shape, and use the fastest from then on.
 
         Args:
             inputs: inputs as in a call of the engine.
-            file: the table of tiles to read first and to write; products in it are not measured again.
+            file: the table of tiles to read first and to write; layers in it are not measured again.
             seconds: returns the seconds of a call; None: measured on the GPU.
 
         Returns:
-            the number of products that were measured.
+            the number of linear layers that were measured; layers of one size count once.
 
         Raises:
             EngineError: inputs of another type or shape, or a damaged file.
@@ -103,10 +103,10 @@ class GpuEngine(TorchEngine):
 
 
 class _Tuner(fx.Interpreter):
-    """Interpreter that measures the tiles of each product that has no entry in the table.
+    """Interpreter that measures the tiles of each linear layer that has no entry in the table.
 
     Attributes:
-        count: the products that were measured.
+        count: the linear layers that were measured.
     """
 
     def __init__(self, module: OperatorGraph, seconds: Callable[[Callable[[], object]], float]) -> None:

@@ -3,7 +3,7 @@
 ``lower_for_gpu`` turns these chains into one operator of ``gpu_operators.py`` each:
 
 - DQ > MatMul with a quantized weight > bias > ReLU, GELU or SiLU > residual add > Q of the next layer;
-- layers that read one quantized tensor and write floats, such as q, k and v: one product with several results;
+- layers that read one quantized tensor and write floats, such as q, k and v: one MatMul with several results;
 - residual add > LayerNorm or RMSNorm > Q;
 - the sum of embeddings > LayerNorm or RMSNorm > Q.
 
@@ -18,6 +18,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from types import MappingProxyType
 from typing import Any
 
@@ -97,7 +98,7 @@ def lower_for_gpu(
     _merge_linears(module, shapes)
     unpack_constants(module)
     _lower_norms(module, shapes, dtype, overload)
-    _lower_quantizers(module, overload)
+    _lower_quantizers(module, shapes, overload)
     module.graph.eliminate_dead_code()
     if dtype is not torch.float32:
         _store_in_16_bits(module, imported.inputs, sizes, dtype)
@@ -205,8 +206,9 @@ def _lower_linear(
         bias = ((0.0 if bias is None else bias.double()) - shift).float()
     function, last = _activation(last)
     residual, last = _residual(last, shapes)
-    quantizers, others = _readers(last, ())
-    is_quantized = bool(quantizers) and not others
+    written, others = _readers(module, last, shapes)
+    if others:
+        written = None
     with module.graph.inserting_before(last):
         kernel = module.graph.call_function(
             LINEARS[overload],
@@ -217,19 +219,19 @@ def _lower_linear(
                 new_constant(module, "scales", scales),
                 None if bias is None else new_constant(module, "bias", bias.float()),
                 residual,
-                new_constant(module, "next_scale", torch.tensor([quantizers[0].args[1]])) if is_quantized else None,
-                quantizers[0].args[2] if is_quantized else 0,
+                None if written is None else new_constant(module, "next_scale", written.scale),
+                0 if written is None else written.point,
                 function,
-                quantizers[0].args[5] if is_quantized else torch.float32,
+                torch.float32 if written is None else written.dtype,
                 1,
             ),
         )
     kernel.meta["onnx"] = product.meta.get("onnx", "")
     shapes[kernel] = shapes[last]
-    if is_quantized:
-        _replace_all(quantizers, kernel)
-    else:
+    if written is None:
         last.replace_all_uses_with(kernel)
+    else:
+        written.replace_with(kernel)
 
 
 def _activation(value: fx.Node) -> tuple[str, fx.Node]:
@@ -258,20 +260,66 @@ def _residual(value: fx.Node, shapes: Shapes) -> tuple[fx.Node | None, fx.Node]:
     return other, reader
 
 
-def _readers(value: fx.Node, inner: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the quantizers to 8 bits of a value that share the range of the first one, and its other readers.
+@dataclass(frozen=True, slots=True)
+class _Quantization:
+    """The quantization of a value, alone or after a factor for each index of its last axis, as SmoothQuant inserts it.
 
-    ``inner`` are readers that do not count.
+    Attributes:
+        scale: [1], or one for each index of the last axis: (x f) / s is x / (s / f).
+        point: the zero point.
+        dtype: the type of the quantized values.
+        quantizers: the nodes that return them.
     """
-    users = [user for user in value.users if user not in inner]
-    first = next((user for user in users if is_call(user, quantize) and user.args[5] in EIGHT_BITS), None)
-    quantizers = [user for user in users if first is not None and is_call(user, quantize) and user.args == first.args]
-    return quantizers, [user for user in users if user not in quantizers]
+
+    scale: Tensor
+    point: int
+    dtype: torch.dtype
+    quantizers: tuple[fx.Node, ...]
+
+    def replace_with(self, codes: fx.Node) -> None:
+        """Let the readers of the quantizers read ``codes``."""
+        for quantizer in self.quantizers:
+            quantizer.replace_all_uses_with(codes)
+
+    def same_as(self, other: _Quantization) -> bool:
+        """Return whether another quantization returns the same values."""
+        return torch.equal(self.scale, other.scale) and self.point == other.point and self.dtype is other.dtype
 
 
-def _replace_all(quantizers: Iterable[fx.Node], codes: fx.Node) -> None:
-    for quantizer in quantizers:
-        quantizer.replace_all_uses_with(codes)
+def _quantization(module: OperatorGraph, value: fx.Node, reader: fx.Node, shapes: Shapes) -> _Quantization | None:
+    """Return the quantization to 8 bits that a reader of a value computes; None for any other reader."""
+    factor, quantizers = None, [reader]
+    if is_call(reader, aten.mul.Tensor):
+        factor, other = _constant_and_other(module, reader, aten.mul.Tensor)
+        quantizers = list(reader.users)
+        if factor is None or other is not value or factor.shape != shapes.get(value, ())[-1:] or not quantizers:
+            return None
+    first = quantizers[0]
+    if any(not is_call(node, quantize) or node.args[1:] != first.args[1:] for node in quantizers):
+        return None
+    _, scale, point, _, _, dtype = first.args
+    if dtype not in EIGHT_BITS:
+        return None
+    scales = torch.tensor([scale], dtype=torch.float32)
+    scales = scales if factor is None else (scales / factor.reshape(-1).float())
+    return _Quantization(scales, int(point), dtype, tuple(quantizers))  # type: ignore[arg-type]
+
+
+def _readers(module: OperatorGraph, value: fx.Node, shapes: Shapes) -> tuple[_Quantization | None, list[fx.Node]]:
+    """Return the quantization of a value that a kernel can write, and the other readers of the value.
+
+    Quantizers with another range than the first one are other readers.
+    """
+    first: _Quantization | None = None
+    others = []
+    for user in value.users:
+        found = _quantization(module, value, user, shapes)
+        if found is None or (first is not None and not first.same_as(found)):
+            others.append(user)
+        else:
+            nodes = found.quantizers if first is None else (*first.quantizers, *found.quantizers)
+            first = replace_fields(found, quantizers=nodes)
+    return first, others
 
 
 def _merge_linears(module: OperatorGraph, shapes: Shapes) -> None:
@@ -333,7 +381,7 @@ class _Norm:
     nodes: tuple[fx.Node, ...]
 
 
-def _norm(module: OperatorGraph, node: fx.Node) -> _Norm | None:
+def _norm(module: OperatorGraph, node: fx.Node, shapes: Shapes) -> _Norm | None:
     """Return the norm over the last axis that a node completes; None for any other node."""
     if is_call(node, aten.layer_norm.default, aten.rms_norm.default):
         x, shape, weight, *others = node.args
@@ -346,10 +394,10 @@ def _norm(module: OperatorGraph, node: fx.Node) -> _Norm | None:
         if not isinstance(x, fx.Node) or tensor is None or not is_known:
             return None
         return _Norm(x, tensor, bias, eps, is_rms, (node,))
-    return _exported_rms_norm(module, node)
+    return _exported_rms_norm(module, node, shapes)
 
 
-def _exported_rms_norm(module: OperatorGraph, node: fx.Node) -> _Norm | None:
+def _exported_rms_norm(module: OperatorGraph, node: fx.Node, shapes: Shapes) -> _Norm | None:
     """Return the RMSNorm g (x / sqrt(mean(x^2) + eps)) in operators; None for any other node."""
     weight, scaled = _constant_and_other(module, node, aten.mul.Tensor)
     if weight is None or weight.dim() != 1 or not is_call(scaled, aten.mul.Tensor):
@@ -360,7 +408,9 @@ def _exported_rms_norm(module: OperatorGraph, node: fx.Node) -> _Norm | None:
     if x is None or factor is None or not is_call(root, aten.sqrt.default):
         return None
     added, mean = _constant_and_other(module, root.args[0], aten.add.Tensor)
-    if added is None or added.numel() != 1 or not is_call(mean, aten.mean.dim) or mean.args[1:] != ([-1], True):
+    if added is None or added.numel() != 1 or not is_call(mean, aten.mean.dim) or mean.args[2:] != (True,):
+        return None
+    if mean.args[1] not in ([-1], [len(shapes.get(x, ())) - 1]):
         return None
     square = mean.args[0]
     if not is_call(square, aten.pow.Tensor_Tensor) or square.args[0] is not x or number(module, square.args[1]) != 2:
@@ -381,7 +431,7 @@ def _constant_and_other(module: OperatorGraph, node: Any, target: Any) -> tuple[
 
 def _lower_norms(module: OperatorGraph, shapes: Shapes, dtype: torch.dtype, overload: int) -> None:
     for node in list(module.graph.nodes):
-        norm = _norm(module, node)
+        norm = _norm(module, node, shapes)
         if norm is not None:
             _lower_norm(module, norm, shapes, dtype, overload)
     module.graph.eliminate_dead_code()
@@ -399,11 +449,13 @@ def _lower_norm(
     added = _summands(module, x, shapes) if leaves is None else None
     is_sum = leaves is not None or added is not None
     total = is_sum and any(user not in norm.nodes for user in x.users)
-    quantizers, others = _readers(last, ())
+    written, others = _readers(module, last, shapes)
     graph = module.graph
     # The sum may be read before the norm is.
     with graph.inserting_before(x if is_sum else last):
-        quantized = (quantizers[0].args[5], *quantizers[0].args[1:3]) if quantizers else (None, 1.0, 0)
+        quantized: tuple[Any, ...] = (None, None, 0)
+        if written is not None:
+            quantized = (written.dtype, new_constant(module, "next_scale", written.scale), written.point)
         options = (
             new_constant(module, "weight", norm.weight.float()),
             None if norm.bias is None else new_constant(module, "bias", norm.bias.float()),
@@ -426,9 +478,9 @@ def _lower_norm(
     if others:
         value = next(results)
         shapes[value] = shapes[last]
-        last.replace_all_uses_with(value, lambda user: user not in quantizers)
-    if quantizers:
-        _replace_all(quantizers, next(results))
+        last.replace_all_uses_with(value, lambda user: user in others)
+    if written is not None:
+        written.replace_with(next(results))
 
 
 def _embeddings(module: OperatorGraph, value: fx.Node) -> list[tuple[Tensor, fx.Node]] | None:
@@ -459,18 +511,19 @@ def _summands(module: OperatorGraph, value: fx.Node, shapes: Shapes) -> tuple[fx
     return (first, second) if shapes.get(first) == shapes.get(second) == shapes.get(value) else None
 
 
-def _lower_quantizers(module: OperatorGraph, overload: int) -> None:
-    """Lower the quantizers to 8 bits that no kernel before them took."""
-    made: dict[tuple[Any, ...], fx.Node] = {}
-    for node in list(module.graph.nodes):
-        if is_call(node, quantize) and node.args[5] in EIGHT_BITS:
-            key = (*node.args[:3], node.args[5])
-            if key not in made:
-                with module.graph.inserting_before(node):
-                    made[key] = module.graph.call_function(QUANTIZERS[overload], key)
-                made[key].meta["onnx"] = node.meta.get("onnx", "")
-            node.replace_all_uses_with(made[key])
-            module.graph.erase_node(node)
+def _lower_quantizers(module: OperatorGraph, shapes: Shapes, overload: int) -> None:
+    """Lower the quantizers to 8 bits that no kernel before them took, with their factors."""
+    order = {node: place for place, node in enumerate(module.graph.nodes)}
+    for node in list(order):
+        while (written := _readers(module, node, shapes)[0]) is not None:
+            with module.graph.inserting_before(min(written.quantizers, key=lambda quantizer: order[quantizer])):
+                scale = new_constant(module, "scale", written.scale)
+                codes = module.graph.call_function(QUANTIZERS[overload], (node, scale, written.point, written.dtype))
+            codes.meta["onnx"] = written.quantizers[0].meta.get("onnx", "")
+            written.replace_with(codes)
+            for quantizer in written.quantizers:
+                module.graph.erase_node(quantizer)
+            module.graph.eliminate_dead_code()
 
 
 _FLOAT_OPERANDS: dict[Any, tuple[int, ...]] = {

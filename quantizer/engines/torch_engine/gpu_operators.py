@@ -1,8 +1,8 @@
 """Operators of 8-bit layers in two overloads: ``triton`` is a kernel of a GPU, ``reference`` operations of torch.
 
 Legend: x [.., K] floats; a [.., K] INT8 or FP8, with scale s and zero point z; w [N, K] of the same type, with scale t
-[N]. A result in 8 bits has the scale ``next_scale`` and the zero point ``next_point``. Zero points of a are in the bias
-of a layer.
+[N]. A result in 8 bits has the scale ``next_scale``, [1] or one for each index of the last axis, and the zero point
+``next_point``. Zero points of a are in the bias of a layer.
 
 ======================  ==========================================================================================
 linear_8bit             y [.., N] = f(s t (a w^T) + bias) + residual, or its quantized values; with several parts,
@@ -28,7 +28,7 @@ from quantizer.numerics.triton_kernels import reference
 from quantizer.numerics.triton_kernels.tiles import TABLE, Product, Tile, bucket
 
 _NORM = (
-    "Tensor weight, Tensor? bias, float eps, bool rms, bool total, bool value, ScalarType? codes, float next_scale, "
+    "Tensor weight, Tensor? bias, float eps, bool rms, bool total, bool value, ScalarType? codes, Tensor? next_scale, "
     "int next_point) -> Tensor[]"
 )
 _SCHEMAS = {
@@ -40,7 +40,7 @@ _SCHEMAS = {
     "embedding_norm_8bit": (
         f"(Tensor ids, Tensor positions, Tensor? types, Tensor words, Tensor places, Tensor? kinds, {_NORM}"
     ),
-    "quantize_8bit": "(Tensor x, float scale, int point, ScalarType dtype) -> Tensor",
+    "quantize_8bit": "(Tensor x, Tensor scale, int point, ScalarType dtype) -> Tensor",
 }
 
 
@@ -56,7 +56,7 @@ def _linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
 
 
 def product_of(a: Tensor, weight: Tensor, *operands: Any) -> Product:
-    """Return the product of a call of ``linear_8bit`` as an entry of a table of tiles."""
+    """Return the matrix multiplication of a call of ``linear_8bit`` as an entry of a table of tiles."""
     *_, bias, residual, _, _, activation, dtype, parts = operands
     epilogue = [activation, str(dtype).removeprefix("torch."), f"{parts} results"]
     epilogue += ["bias"] * (bias is not None) + ["residual"] * (residual is not None)
@@ -106,7 +106,7 @@ def _of_norm(
     total: bool,
     value: bool,
     codes: torch.dtype | None,
-    next_scale: float,
+    next_scale: Tensor | None,
     next_point: int,
 ) -> list[Tensor]:
     """Return the results for float32 rows h [.., W] that are asked for, in ``dtype``."""
@@ -201,17 +201,17 @@ def _embedding_without_data(
     return _results_without_data(words.new_empty((*indices[0].shape, words.shape[1])), *options)
 
 
-def _quantize(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
-    return reference.quantized(x.float(), torch.tensor(scale, device=x.device), dtype, point)
+def _quantize(x: Tensor, scale: Tensor, point: int, dtype: torch.dtype) -> Tensor:
+    return reference.quantized(x.float(), scale, dtype, point)
 
 
-def _triton_quantize(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
+def _triton_quantize(x: Tensor, scale: Tensor, point: int, dtype: torch.dtype) -> Tensor:
     from quantizer.numerics.triton_kernels.quantize import quantize
 
     return quantize(x.contiguous(), scale, point, dtype)
 
 
-def _quantize_without_data(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
+def _quantize_without_data(x: Tensor, scale: Tensor, point: int, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 

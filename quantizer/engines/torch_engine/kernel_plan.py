@@ -47,10 +47,10 @@ class PlannedKernel:
     """One kernel of a lowered graph.
 
     Attributes:
-        sites: the layers that it computes; several, such as q, k and v, are one product.
+        sites: the layers that it computes; several, such as q, k and v, are one MatMul.
         kernel: its operator: ``linear_8bit``, ``norm_8bit``, ``embedding_norm_8bit``, ``quantize_8bit`` or
             ``attention``.
-        fused: what it computes after its product or before its norm, such as ``gelu`` or ``residual add``.
+        fused: what it computes after its MatMul or before its norm, such as ``gelu`` or ``residual add``.
         reads: the operand, with its number of bits and the layer that wrote it.
         writes: its results.
         fallback: why it is computed by operations of torch; empty: it is one kernel.

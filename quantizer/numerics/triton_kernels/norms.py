@@ -39,7 +39,7 @@ def _normed(
     h_ptr,
     y_ptr,
     q_ptr,
-    following,
+    following_ptr,
     point,
     eps,
     W,
@@ -48,6 +48,7 @@ def _normed(
     WRITES_TOTAL: tl.constexpr,
     WRITES_VALUE: tl.constexpr,
     KIND: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Norm one row h, zeros beyond its end, and write what is asked for."""
@@ -63,6 +64,7 @@ def _normed(
     if WRITES_VALUE:
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
     if KIND != "none":
+        following = tl.load(following_ptr + (column if BY_COLUMN else 0 * column), mask=inside, other=1.0)
         tl.store(q_ptr + at, quantized(y, following, point, KIND), mask=inside)
 
 
@@ -75,7 +77,7 @@ def norm_kernel(
     h_ptr,
     y_ptr,
     q_ptr,
-    following,
+    following_ptr,
     point,
     eps,
     W,
@@ -85,6 +87,7 @@ def norm_kernel(
     WRITES_TOTAL: tl.constexpr,
     WRITES_VALUE: tl.constexpr,
     KIND: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add the residual to one row and norm it."""
@@ -103,7 +106,7 @@ def norm_kernel(
         h_ptr,
         y_ptr,
         q_ptr,
-        following,
+        following_ptr,
         point,
         eps,
         W,
@@ -112,6 +115,7 @@ def norm_kernel(
         WRITES_TOTAL,
         WRITES_VALUE,
         KIND,
+        BY_COLUMN,
         BLOCK,
     )
 
@@ -129,7 +133,7 @@ def embedding_kernel(
     h_ptr,
     y_ptr,
     q_ptr,
-    following,
+    following_ptr,
     point,
     eps,
     W,
@@ -139,6 +143,7 @@ def embedding_kernel(
     WRITES_TOTAL: tl.constexpr,
     WRITES_VALUE: tl.constexpr,
     KIND: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sum the rows of the tables for one token and norm the sum."""
@@ -158,7 +163,7 @@ def embedding_kernel(
         h_ptr,
         y_ptr,
         q_ptr,
-        following,
+        following_ptr,
         point,
         eps,
         W,
@@ -167,6 +172,7 @@ def embedding_kernel(
         WRITES_TOTAL,
         WRITES_VALUE,
         KIND,
+        BY_COLUMN,
         BLOCK,
     )
 
@@ -182,7 +188,7 @@ def norm(
     total: bool = False,
     value: bool = True,
     codes: torch.dtype | None = None,
-    following: float = 1.0,
+    following: Tensor | None = None,
     point: int = 0,
 ) -> Normed:
     """Norm the rows of x.
@@ -197,10 +203,10 @@ def norm(
         total: whether h is written.
         value: whether y is written.
         codes: the type of the codes of y, int8 or float8_e4m3fn; None: none are written.
-        following: their scale.
+        following: their scale, or that of each column: float32 [1] or [W].
         point: the zero point of INT8 codes.
     """
-    results, options = _results(x, bias, x.dtype, rms=rms, total=total, value=value, codes=codes)
+    results, options = _results(x, bias, x.dtype, rms=rms, total=total, value=value, codes=codes, following=following)
     kernel: Any = norm_kernel
     kernel[(len(x),)](
         *(x, residual, weight, bias, *results, following, float(point), eps, x.shape[1]),
@@ -225,7 +231,7 @@ def embedding_norm(
     total: bool = False,
     value: bool = True,
     codes: torch.dtype | None = None,
-    following: float = 1.0,
+    following: Tensor | None = None,
     point: int = 0,
 ) -> Normed:
     """Norm the sums of the embeddings of M tokens.
@@ -248,7 +254,9 @@ def embedding_norm(
         point: as for ``norm``.
     """
     rows = words.new_empty((len(ids), words.shape[1]))
-    results, options = _results(rows, bias, words.dtype, rms=rms, total=total, value=value, codes=codes)
+    results, options = _results(
+        rows, bias, words.dtype, rms=rms, total=total, value=value, codes=codes, following=following
+    )
     kernel: Any = embedding_kernel
     kernel[(len(ids),)](
         *(
@@ -285,6 +293,7 @@ def _results(
     total: bool,
     value: bool,
     codes: torch.dtype | None,
+    following: Tensor | None,
 ) -> tuple[list[Tensor | None], dict[str, Any]]:
     """Return tensors for the results that are written, and the options of a kernel."""
     results = [torch.empty_like(rows, dtype=dtype) if written else None for written in (total, value)]
@@ -296,6 +305,7 @@ def _results(
         "WRITES_TOTAL": total,
         "WRITES_VALUE": value,
         "KIND": "none" if codes is None else KINDS[codes],
+        "BY_COLUMN": following is not None and following.numel() == rows.shape[1],
         "BLOCK": block,
         "num_warps": 4 if block <= _FOUR_WARPS else 8,
     }

@@ -62,6 +62,7 @@ def product_kernel(
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     KIND: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     PARTS: tl.constexpr,
     INTEGERS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -70,7 +71,7 @@ def product_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute one tile [ROWS, COLUMNS] of y; ``next_ptr`` has the scale of each part if y is quantized."""
+    """Compute one tile [ROWS, COLUMNS] of y; ``next_ptr`` has the scales of a quantized y."""
     # Neighbouring programs take tiles of GROUP rows of tiles, whose operands then stay in the cache.
     program = tl.program_id(0)
     down, across = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
@@ -113,7 +114,7 @@ def product_kernel(
     if KIND == "float":
         tl.store(y_at, value.to(y_ptr.dtype.element_ty), mask=inside)
     else:
-        following = tl.load(next_ptr + part, mask=columns < N, other=1.0)
+        following = tl.load(next_ptr + (columns if BY_COLUMN else part), mask=columns < N, other=1.0)
         tl.store(y_at, quantized(value, following[None, :], point, KIND), mask=inside)
 
 
@@ -139,7 +140,7 @@ def linear(
         scales: those of w, float32 [N].
         bias: [N] or None.
         residual: [M, N] in half precision, for one part; None: there is none.
-        following: the scale of the result of each part, float32 [P], if it is quantized.
+        following: the scale of the result of each part, or of each column, if it is quantized: float32 [P] or [N].
         epilogue: what follows the product.
         tile: the shape of a program's share.
         point: the zero point of an INT8 result, for all parts.
@@ -154,6 +155,7 @@ def linear(
         HAS_RESIDUAL=residual is not None,
         ACTIVATION=epilogue.activation,
         KIND=epilogue.kind,
+        BY_COLUMN=following is not None and following.numel() == n,
         PARTS=parts,
         INTEGERS=a.dtype == torch.int8,
         EVEN_K=k % tile.depth == 0,

@@ -15,24 +15,32 @@ _BLOCK = 1024
 
 
 @triton.jit
-def quantize_kernel(x_ptr, q_ptr, scale, point, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def quantize_kernel(
+    x_ptr, q_ptr, scale_ptr, point, size, K, BY_COLUMN: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
     """Quantize BLOCK values."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + (at % K if BY_COLUMN else 0 * at), mask=inside, other=1.0)
     tl.store(q_ptr + at, quantized(x, scale, point, KIND), mask=inside)
 
 
-def quantize(x: Tensor, scale: float, point: int, dtype: torch.dtype) -> Tensor:
+def quantize(x: Tensor, scale: Tensor, point: int, dtype: torch.dtype) -> Tensor:
     """Return the quantized values of x.
 
     Args:
-        x: contiguous floats [*].
-        scale: their scale.
+        x: contiguous floats [.., K].
+        scale: their scale, or that of each column: float32 [1] or [K].
         point: their zero point in INT8.
         dtype: int8 or float8_e4m3fn.
     """
     codes = torch.empty_like(x, dtype=dtype)
     kernel: Any = quantize_kernel
-    kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, codes, scale, float(point), x.numel(), KIND=KINDS[dtype], BLOCK=_BLOCK)
+    kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+        *(x, codes, scale, float(point), x.numel(), x.shape[-1]),
+        BY_COLUMN=scale.numel() == x.shape[-1],
+        KIND=KINDS[dtype],
+        BLOCK=_BLOCK,
+    )
     return codes

@@ -66,7 +66,7 @@ def linear(
         value = value + residual.float()
     separate = value.reshape(len(a), parts, -1).transpose(0, 1).contiguous()
     if following is not None:
-        separate = quantized(separate, following.reshape(parts, 1, 1), dtype, point)
+        separate = quantized(separate, following.reshape(parts, 1, -1), dtype, point)
     result = separate.to(dtype)
     return result[0] if parts == 1 else result
 
@@ -79,7 +79,7 @@ def normed(
     *,
     rms: bool = False,
     codes: torch.dtype | None = None,
-    following: float = 1.0,
+    following: Tensor | None = None,
     point: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the norm y of float32 rows h, and its codes; see ``norms``."""
@@ -87,4 +87,4 @@ def normed(
     value = centred * (1.0 / torch.sqrt(centred.square().mean(1, keepdim=True) + eps)) * weight.float()
     if bias is not None:
         value = value + bias.float()
-    return value, None if codes is None else quantized(value, torch.tensor(following, device=h.device), codes, point)
+    return value, None if codes is None or following is None else quantized(value, following, codes, point)
