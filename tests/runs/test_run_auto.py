@@ -357,7 +357,7 @@ def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.
     assert tried == [False]
 
 
-@pytest.mark.parametrize(("taken", "plans"), some_daily([(1.21, False), (1.19, True)], 1))
+@pytest.mark.parametrize(("taken", "plans"), some_daily([(1.11, False), (1.09, True)], 1))
 def test_a_backend_that_is_far_slower_gets_no_plan(
     taken: float, plans: bool, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,8 +375,8 @@ def test_a_backend_that_is_far_slower_gets_no_plan(
     record = read_record(at / "done" / "report.json")
     verdicts = {one.name: one.verdict for one in record.choice.candidates}
     assert verdicts[f"{OPENVINO} int8"] == "chosen"
-    why = f"not built: with max calibration it takes 1.21x the time of {OPENVINO} int8"
-    assert verdicts[f"{ONNXRUNTIME} int8"] == ("1.19x the time" if plans else why)
+    why = f"not built: with max calibration it takes 1.11x the time of {OPENVINO} int8"
+    assert verdicts[f"{ONNXRUNTIME} int8"] == ("1.09x the time" if plans else why)
     assert (why in " ".join(capsys.readouterr().out.split())) is not plans
 
 
@@ -389,7 +389,8 @@ def test_a_rough_plan_that_fails_says_nothing(at: Path, monkeypatch: pytest.Monk
 
     def fails(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
         built.append(engine.name)
-        if engine.name in (f"{ONNXRUNTIME}-rough.engine", f"{ONNXRUNTIME}-int8.engine"):
+        trials = [f"{ONNXRUNTIME}-{form}.engine" for form in ("borrowed", "rough")]
+        if engine.name in trials or engine.parent.name == f"{ONNXRUNTIME}-int8":
             raise EngineError("building it crashed")
         return build(name, onnx, engine, *more, **options)
 
@@ -475,7 +476,7 @@ def test_the_run_goes_on_with_the_rest_that_won(at: Path, monkeypatch: pytest.Mo
     assert load_run("done/config.yaml").engine.inference_precision == "bfloat16"
     # What groups cost in float is taken from an engine in the types of the other one's rest.
     for stem in ("model", "float"):
-        assert read_engine(at / "done" / f"{stem}.engine")[1].startswith("inference_precision bfloat16")
+        assert read_engine(at / "done" / f"{stem}.engine")[1]["precision"] == "bfloat16"
 
 
 # -- of a conversion ---------------------------------------------------------------------------------------------------
