@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -319,6 +320,7 @@ class _CandidateBuilder:
         fallback = self._config.fallback
         budget = fallback is not None and fallback.max_drop is not None
         names, begun, began = [variant.name for variant in self._variants], set[str](), time.perf_counter()
+        self._plan_first()
         with counted(self._variants, "candidates", unit="engine", note=named) as steps:
             for variant in steps:
                 candidate, start = Candidate(backend=variant.backend, format=variant.format), time.perf_counter()
@@ -342,6 +344,19 @@ class _CandidateBuilder:
                 self._context.timer.tell(candidate_line(candidate, names, time.perf_counter() - start))
         finish_trials()
         return correct, rejected
+
+    def _plan_first(self) -> None:
+        """Begin to build the float engines of the first backend, and make its plan meanwhile."""
+        first = next(iter(self._variants), None)
+        if first is None or first.dtype is not None or self._graphs.several:
+            return
+        own = (variant for variant in self._variants if variant.backend == first.backend)
+        static = next((variant for variant in own if variant.dtype is not None and not variant.dynamic), None)
+        if static is not None:
+            # At their own turns, errors are reported.
+            with suppress(*FAILURES):
+                self._begin(first, self._exported(first)[1])
+                self._proxy(static)
 
     def scored(self, choice: EngineChoice, correct: Mapping[str, _Checked]) -> EngineChoice:
         """Return a choice with the scores of the fast quantized candidates; float engines are only compared."""
@@ -501,6 +516,14 @@ class _CandidateBuilder:
                 if not file.exists():
                     export_float(self._context, graphs, graph, opset, file)
             return self._context.model, files
+        proxy = self._proxy(variant)
+        if not all(file.exists() for file in files.values()):
+            export_quantized(self.quantizers[key], graphs, proxy, files, opset, self._kept)
+        return proxy, files
+
+    def _proxy(self, variant: Variant) -> nn.Module:
+        """Return the frozen proxy of a quantized variant; it is cached."""
+        key = variant.backend, variant.dynamic
         if key not in self._frozen:
             if key not in self.quantizers:
                 ranges = "dynamic" if variant.dynamic else None
@@ -509,11 +532,9 @@ class _CandidateBuilder:
             self._begin_next()
             if variant.dynamic:
                 require_sites(self.quantizers[key])
-            proxy = self.quantizers[key].quantize(self._context.model)
+            self._frozen[key] = self.quantizers[key].quantize(self._context.model)
             self._context.timer.tell_passes(self.quantizers[key].passes)
-            export_quantized(self.quantizers[key], graphs, proxy, files, opset, self._kept)
-            self._frozen[key] = proxy
-        return self._frozen[key], files
+        return self._frozen[key]
 
 
 def _called(batch: Batch, runs: Runnable) -> object:
