@@ -124,8 +124,8 @@ class EngineConfig(Section):
     time_budget: float | None = Field(
         default=60.0,
         ge=0,
-        description="Seconds after which backend 'auto' tries no further backend, if it has a correct engine, and "
-        "measures no latency costs, unless a fallback needs them. null: no limit.",
+        description="Seconds after which backend 'auto' tries no further backend, if it has a correct engine. null: no "
+        "limit.",
     )
 
 

@@ -231,7 +231,9 @@ def _time(
         times, broken = timed(engines, partial(take, rounds=1, warmup=1), call)
         once = undisturbed(times)
         # One round is enough for an engine that takes a multiple of the fastest one's time.
-        near = {name: engines[name] for name, taken in once.items() if taken <= _FAR_BEHIND * min(once.values())}
+        shown = _delivered_floats([replace(correct[name].candidate, milliseconds=(once[name],)) for name in times])
+        limit = _FAR_BEHIND * min(once.values())
+        near = {name: engines[name] for name, taken in once.items() if name in shown or taken <= limit}
         more, broken_later = timed(near, partial(take, rounds=_FEW_ROUNDS - 1, warmup=0), call)
         broken |= broken_later
         times |= {name: [*times[name], *milliseconds] for name, milliseconds in more.items()}
@@ -306,7 +308,7 @@ class _CandidateBuilder:
         self._kept = work.context.resume.engines
         self._scored_rows = work.scored_rows
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
-        self._quick: dict[tuple[str, bool], nn.Module] = {}
+        self._lowered: dict[tuple[str, bool], nn.Module] = {}
         self._trials = RoughTrials(self._borrowed, self._rough, batches)
         self.references = {
             name: References(batches, apart=work.context.feed.samples_independent)
@@ -396,11 +398,13 @@ class _CandidateBuilder:
         graphs, model = self._graphs, self._context.model
         frozen, files = self._exported(variant)
         self._begin(variant, files)
-        expected, plain = graphs.checked_modules(self._computing(variant, frozen)), graphs.checked_modules(model)
+        expected, plain = graphs.checked_modules(self._with_kernels(variant, frozen)), graphs.checked_modules(model)
+        simulated = graphs.checked_modules(frozen)
         for graph in () if graphs.several else graphs.names:
             # PyTorch computes while the engine is built.
-            for module in (plain[graph], expected[graph]):
-                self.references[graph].of(module, output_names(files[graph]))
+            names, references = output_names(files[graph]), self.references[graph]
+            references.of(plain[graph], names)
+            references.of(expected[graph], names, simulated[graph])
         engines_of_graph: dict[str, BuiltEngine] = {}
         for graph in graphs.names:
             place = self._place(variant, graph)
@@ -413,7 +417,7 @@ class _CandidateBuilder:
         engines = {graph: entry.engine for graph, entry in engines_of_graph.items()}
         for graph, engine in graphs.checked_as(engines).items():
             names, references = engine.output_names, self.references[graph]
-            pairs = [references.of(module[graph], names) for module in (expected, plain)]
+            pairs = references.of(expected[graph], names, simulated[graph]), references.of(plain[graph], names)
             # If a float32 engine computes the same, one batch shows it: its error is far below the bound.
             is_exact = variant.dtype is None and computed == torch.float32
             checks = check_engine(engine, *(first_of_sizes(pair) if is_exact else pair for pair in pairs), bound)
@@ -423,14 +427,17 @@ class _CandidateBuilder:
         measured = replace(candidate, sqnr_db=far_from_float(timed))
         return _Checked(variant, measured, engines_of_graph, graphs.assembled(engines), checks_of_graph)
 
-    def _computing(self, variant: Variant, frozen: nn.Module) -> nn.Module:
+    def _with_kernels(self, variant: Variant, frozen: nn.Module) -> nn.Module:
         """Return a module with the outputs of a frozen proxy, up to the order of float sums, in less time."""
         key = variant.backend, variant.dynamic
         if variant.dtype is None or self._graphs.several or not has_vnni():
             return frozen
-        if key not in self._quick:
-            self._quick[key] = lower(self.quantizers[key].quantize(self._context.model), Lowering())
-        return self._quick[key]
+        if key not in self._lowered:
+            self._lowered[key] = frozen
+            # A failure of torch's kernels is none of this backend.
+            with suppress(*FAILURES):
+                self._lowered[key] = lower(self.quantizers[key].quantize(self._context.model), Lowering())
+        return self._lowered[key]
 
     def _begin(self, variant: Variant, files: Mapping[str, Path]) -> None:
         """Begin to build the candidates of the variant's backend that have the same files."""

@@ -223,12 +223,18 @@ class Reference:
 
 
 def reference_outputs(
-    model: nn.Module, batches: Iterable[Batch], names: Sequence[str], *, apart: bool = True
+    model: nn.Module,
+    batches: Iterable[Batch],
+    names: Sequence[str],
+    *,
+    apart: bool = True,
+    simulation: nn.Module | None = None,
 ) -> list[Reference]:
     """Return a model's outputs for the first and last samples of each batch; the engine computes the others alike.
 
     Samples that do not influence each other (``apart``) run once, also if batches of other sizes contain them. Dynamic
-    ranges depend on all samples of a batch, so that every batch runs then.
+    ranges depend on all samples of a batch, so that every batch runs then. ``simulation`` simulates the rounding of a
+    model with integer kernels, which take no noise.
     """
     references = []
     values: Counter[Any] = Counter()
@@ -251,7 +257,7 @@ def reference_outputs(
                 outputs = _by_name(model(**part), names)
             if all(value.ndim and len(value) == len(samples) for value in outputs.values()):
                 known |= {sample: (outputs, row) for row, sample in enumerate(samples) if sample not in known}
-        noisy = cache(partial(_noisy, model, part, names))
+        noisy = cache(partial(_noisy, model if simulation is None else simulation, part, names))
         references.append(Reference(batch, ends if apart else None, outputs, noisy))
         values[shape] += sum(item.size for item in outputs.values())
     return references
@@ -286,11 +292,11 @@ class References:
         other._found = {key: found for key, found in self._found.items() if key[0] is model}
         return other
 
-    def of(self, model: nn.Module, names: Sequence[str]) -> list[Reference]:
-        """Return the outputs of a model, with the output names of its engines."""
+    def of(self, model: nn.Module, names: Sequence[str], simulation: nn.Module | None = None) -> list[Reference]:
+        """Return the outputs of a model, with the output names of its engines; see ``reference_outputs``."""
         key = model, tuple(names)
         if key not in self._found:
-            self._found[key] = reference_outputs(model, self._batches, names, apart=self._apart)
+            self._found[key] = reference_outputs(model, self._batches, names, apart=self._apart, simulation=simulation)
         return self._found[key]
 
 
@@ -657,7 +663,7 @@ def _sizes(engine: Engine, batch: Batch) -> dict[str, int] | None:
 
 
 LEAST_SAMPLES = 32
-"""Minimum number of samples per size; with fewer, chance decides the result."""
+"""Minimum number of samples per size; with fewer, chance decides the result. See ``_least`` for large samples."""
 
 _LARGE_SAMPLE, _MANY_TOKENS = 2**14, 2**8
 """Input values of a large sample, such as an image of 128 x 128, and tokens of a long text."""
@@ -713,7 +719,10 @@ def check_batches(feed: Feed, samples: Sequence[Any], shapes: Sequence[tuple[int
 
 
 def _least(before: Sequence[Batch], tokens: int = 0) -> int:
-    """Return the number of samples to compare at one more size: half as many large ones, such as images."""
+    """Return the number of samples to compare at one more size: half as many large ones, such as images.
+
+    The first size is compared in full. Others show whether kernels for other sizes compute the same.
+    """
     if not before:
         return LEAST_SAMPLES
     values = sum(value.numel() for value in before[0].values()) / _rows(before[0])

@@ -49,7 +49,6 @@ class Job:
         converts: the job belongs to a conversion, which has one job per backend.
         work: the model, the samples and the scores.
         fixed: sentences about sizes that the model fixes.
-        choosing_s: the duration of the choice of the engine, in seconds.
         fastest_float: name and engine of the fastest float engine, unless the run delivers it.
         alone: sentences about the sizes that an engine is limited to, by engine name.
         refused: the reason why an engine is not delivered, by engine name.
@@ -79,7 +78,6 @@ class Job:
     fixed: tuple[str, ...] = ()
     batches: list[Batch] = field(default_factory=list)
     choice: EngineChoice | None = None
-    choosing_s: float = 0.0
     fastest_float: tuple[str, Runnable] | None = None
     proxy: nn.Module | None = None
     forms: dict[str, nn.Module] = field(default_factory=dict)

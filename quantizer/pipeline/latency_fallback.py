@@ -45,6 +45,13 @@ class RunLatencyFallback:
         """Return the latency costs of the plan's groups; None if they cannot be measured."""
         if not engines.runs_here or self._graphs.several:
             return None
+        known_us = None if engines.timing.exact else engines.usual_us
+        if known_us is not None and sum(known_us.values()) > _LONG_CALLS_US:
+            seconds = sum(known_us.values()) / 1e6
+            self._context.timer.tell(
+                f"latency costs: not measured, because a call of both engines takes {seconds:.1f} s"
+            )
+            return None
         with self._context.timer("quantize"):
             quantized = quantizer.quantize(self._context.model)
         engines.build(quantizer, quantized)
@@ -60,7 +67,7 @@ class RunLatencyFallback:
             opset=self._config.export.opset,
             axes=self._context.feed.sizes,
             say=self._context.timer.tell,
-            known_us=None if engines.timing.exact else engines.usual_us,
+            known_us=known_us,
         )
         with self._context.timer("measure latency costs"):
             return placer.latency_costs(quantizer, quantized, low, plain)
@@ -82,6 +89,12 @@ class RunLatencyFallback:
         result = latency_fallback_record(self.latency_costs, ranking, quantizer.chosen_fallback)
         return replace(result, min_speedup=self._goal.asked, checks=tuple(self._goal.checks))
 
+
+_LONG_CALLS_US = 5e5
+"""Microseconds of a call of both engines from which latency costs are measured for a fallback only.
+
+They need dozens of calls. The time of a call hardly varies between runs, so that these agree.
+"""
 
 _CHECKS = 3
 """Maximum number of engines built for one goal."""

@@ -7,7 +7,6 @@ need the machine to themselves and run in the first process only.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -136,7 +135,6 @@ def choose_engine(job: Job) -> None:
         return
     calibrated = for_all_variants(job.config, job.quantizer, candidates) if job.config.quantize else {}
     picked: list[PickedBackend] = []
-    began = time.perf_counter()
 
     def choose() -> dict[str, Any]:
         work, samples = job.work, job.samples
@@ -145,7 +143,6 @@ def choose_engine(job: Job) -> None:
         return picked[0].config.model_dump(mode="json")
 
     values = from_first_rank(choose, Any)
-    job.choosing_s = time.perf_counter() - began
     # Its libraries and the last engine take hundreds of MiB.
     end_trial_process()
     if picked:
@@ -165,19 +162,10 @@ def choose_engine(job: Job) -> None:
 
 
 def time_groups(job: Job) -> None:
-    """Measure the latency cost of each group, and keep groups in float if low precision is slower.
-
-    After a choice that took its time budget, only a fallback is worth more time.
-    """
-
-    def measured() -> LatencyCosts | None:
-        budget = job.config.engine.time_budget
-        if job.config.fallback is None and budget is not None and job.choosing_s > budget:
-            job.timer.tell(f"latency costs: not measured, because the time budget of {budget:g} s was over")
-            return None
-        return job.latency_fallback.measured(job.quantizer, job.engines)
-
-    latency_costs = from_first_rank(measured, LatencyCosts | None)
+    """Measure the latency cost of each group, and keep groups in float if low precision is slower."""
+    latency_costs = from_first_rank(
+        partial(job.latency_fallback.measured, job.quantizer, job.engines), LatencyCosts | None
+    )
     job.latency_fallback.latency_costs = latency_costs
     if latency_costs is not None and latency_costs.slower():
         job.quantizer.fallback(None, latency_costs=latency_costs)

@@ -128,6 +128,31 @@ def test_groups_that_are_hardly_slower_stay(
     assert "in float, so it stays in INT8" in shown
 
 
+@pytest.mark.parametrize(("microseconds", "measures"), [(2e5, True), (3e5, False)])
+def test_costs_of_slow_engines_are_measured_for_a_fallback_only(
+    microseconds: float, measures: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def timer(**given: Any) -> Any:
+        asked.append(given)
+        return SimpleNamespace(latency_costs=lambda *_: None)
+
+    monkeypatch.setattr("quantizer.pipeline.latency_fallback.GroupTimer", timer)
+    context, config = MagicMock(), MagicMock(fallback=None)
+    chosen: Any = SimpleNamespace(config=SimpleNamespace(backend="openvino"), quantize=lambda _: None)
+    latency_fallback = RunLatencyFallback(context, config, tmp_path, MagicMock(several=False))
+    times = {"low": microseconds, "plain": microseconds}
+    engines = MagicMock(runs_here=True, usual_us=times, timing=SimpleNamespace(exact=False))
+    latency_fallback.measured(chosen, engines)
+    assert bool(asked) is measures
+    engines = MagicMock(runs_here=True, usual_us=times, timing=SimpleNamespace(exact=True))
+    latency_fallback.measured(chosen, engines)
+    assert asked[-1]["known_us"] is None
+    said = [str(call.args[0]) for call in context.timer.tell.call_args_list]
+    assert said == ([] if measures else ["latency costs: not measured, because a call of both engines takes 0.6 s"])
+
+
 def test_a_trial_is_built_for_the_chosen_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The run's configuration names the backend from before ``auto`` chose another one."""
     monkeypatch.setattr(

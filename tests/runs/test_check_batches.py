@@ -26,6 +26,7 @@ from quantizer.pipeline.compare_outputs import (
     tolerance,
 )
 from quantizer.pipeline.module_feed import ModuleFeed
+from quantizer.proxy.lower import Lowering, lower
 from quantizer.tasks.inputs import TextInputs
 
 
@@ -229,3 +230,15 @@ def test_further_sizes_have_half_as_many_long_texts() -> None:
     feed: Any = SimpleNamespace(inputs=inputs, compared=lambda texts, *shape: inputs.filled(texts, *shape))
     made = check_batches(feed, ["a text"] * LEAST_SAMPLES, [(8, 512), (1, 128), (4, 256)])
     assert Counter(tuple(batch["input_ids"].shape) for batch in made) == {(8, 512): 4, (1, 128): 32, (4, 256): 4}
+
+
+@pytest.mark.usefixtures("exact_byte_products")
+def test_noise_of_sums_is_simulated_beside_integer_kernels() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    quantizer, samples = Quantizer(backend="openvino"), torch.randn(32, 16)
+    quantizer.calibrate(model, [samples])
+    frozen, kernels = quantizer.quantize(model), lower(quantizer.quantize(model), Lowering())
+    (found,) = reference_outputs(kernels, [{"input": samples}], ["output_0"], simulation=frozen)
+    draws = [draw["output_0"] for draw in found.noisy()]
+    assert all(not np.array_equal(draws[0], draw) for draw in draws[1:])
