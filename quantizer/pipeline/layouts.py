@@ -156,7 +156,7 @@ def write_layout_cards(job: Job, record: RunRecord, *, quantized: bool) -> None:
         if not is_folder(folder):
             continue
         if name in OF_MODULES:
-            write_module_card(record, folder, quantized=quantized)
+            write_module_card(record, folder, job.model, quantized=quantized)
             continue
         place = ".." if name == _NEEDS_FAST_TOKENIZER else "."
         start = first_token(job.model) if job.graphs.several else None
@@ -204,13 +204,13 @@ def write_module_layouts(
         onnx = folder / f"{QUANTIZED_STEM if quantized else FLOAT_STEM}.onnx"
         batch = batch_of(config, limited=bool(record.fixed_sizes))
         write_ultralytics(folder / layout, name, model, backend_name, onnx, batch)
-        write_module_card(record, folder / layout, quantized=quantized)
+        write_module_card(record, folder / layout, model, quantized=quantized)
 
 
-def write_module_card(record: RunRecord, folder: Path, *, quantized: bool) -> None:
+def write_module_card(record: RunRecord, folder: Path, model: nn.Module, *, quantized: bool) -> None:
     """Write the model card of a layout of a module, from the quantized or the float engine."""
     (graph,) = (path.name for path in folder.iterdir() if path.suffix == ".onnx" or path.is_dir())
-    code = yolo_code(graph)
+    code = yolo_code(graph, str(ultralytics_model(model).task))
     client = CardClient(library=code.library, layout=folder.name, needs=code.needs, language=code.language)
     write_layout_card(record, folder, client, code.code, of="engine" if quantized else "float")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +30,9 @@ from quantizer.config.layouts import backends_of
 from quantizer.config.schema import check_run
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import ConfigError, ExportError, QuantizerError, TaskError
+from quantizer.pipeline.client_code import yolo_code
 from quantizer.pipeline.convert_options import conversion_configs
+from quantizer.pipeline.layouts import write_module_card
 from quantizer.pipeline.ultralytics_layout import ultralytics_model, write_ultralytics
 from quantizer.plan.targets.clients import OF_MODULES, ULTRALYTICS
 from quantizer.report.model_card import CARD
@@ -126,10 +130,12 @@ def test_the_file_of_onnx_runtime(made: Any, saved: Path) -> None:
 
 def test_the_folder_of_openvino(tmp_path: Path) -> None:
     result = _quantized(OPENVINO)
-    folder = result.save(tmp_path / "shapes", deliver=["ultralytics"]) / "ultralytics" / "shapes_openvino_model"
-    assert {file.name for file in folder.iterdir()} == {"shapes.xml", "shapes.bin", "metadata.yaml"}
+    name = "shapes-v1.0"
+    folder = result.save(tmp_path / name, deliver=["ultralytics"]) / "ultralytics" / f"{name}_openvino_model"
+    assert {file.name for file in folder.iterdir()} == {f"{name}.xml", f"{name}.bin", "metadata.yaml"}
+    assert "Needs `ultralytics` and `openvino`." in (folder.parent / CARD).read_text(encoding="utf-8")
     _is_right(yaml.safe_load((folder / "metadata.yaml").read_text(encoding="utf-8")))
-    model = openvino_core().read_model(folder / "shapes.xml")
+    model = openvino_core().read_model(folder / f"{name}.xml")
     assert list(model.input().get_shape()) == [1, 3, 16, 24]
     compiled = openvino_core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     image = _images(1)
@@ -142,6 +148,33 @@ def test_the_card_has_the_code(saved: Path) -> None:
     assert 'model = YOLO("shapes-int8.onnx")' in card
     assert "Needs `ultralytics` and `onnxruntime`." in card
     assert "library_name: ultralytics" in card
+
+
+def test_the_folder_of_openvino_may_have_a_dot() -> None:
+    code = yolo_code("yolo11n-v1.0_openvino_model", "detect")
+    assert code.needs == "`ultralytics` and `openvino`"
+    assert 'YOLO("yolo11n-v1.0_openvino_model")' in code.code
+
+
+@pytest.mark.parametrize(
+    ("task", "output"),
+    [
+        ("classify", "result.probs.top5"),
+        ("detect", "result.boxes.xyxy"),
+        ("obb", "result.obb.xyxyxyxy"),
+        ("pose", "result.keypoints.xy"),
+        ("segment", "result.masks.xy"),
+        ("another", "result"),
+    ],
+)
+def test_the_code_prints_the_outputs_of_the_task(made: Any, saved: Path, tmp_path: Path, task: str, output: str) -> None:
+    folder, model = tmp_path / "ultralytics", Detector()
+    model.task = task
+    shutil.copytree(saved / "ultralytics", folder)
+    write_module_card(made.record, folder, model, quantized=True)
+    (printed,) = re.findall(r"print\((.*)\)", (folder / CARD).read_text(encoding="utf-8"))
+    assert printed.startswith(output)
+    assert ("boxes" in printed) == (task == "detect")
 
 
 def test_the_code_of_the_guide() -> None:
