@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,7 +79,7 @@ def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> N
             continue
         if name in OF_MODULES:
             (onnx,) = graphs.values()
-            batch = batch_of(job.config, limited=bool(job.only_sizes))
+            batch = batch_of(job.config, job.alone.values())
             write_ultralytics(job.target / name, job.name, model, job.config.quantizer.backend, onnx, batch)
             continue
         if job.only_sizes:
@@ -101,10 +102,20 @@ def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> N
             _write_modules(folder, pooling, model.config.hidden_size, job.config.model)
 
 
-def batch_of(config: RunConfig, *, limited: bool) -> int:
-    """Return the batch size of a graph with one size: the smallest, or the usual one if not all are accepted."""
+_LIMITED_BATCH = re.compile(r"the engine accepts only [^,]*\bbatch \d")
+
+
+def batch_of(config: RunConfig, fixed_sizes: Iterable[str]) -> int:
+    """Return the batch size of a graph with one size.
+
+    It is the smallest batch size, or the usual one if the engine accepts only some batch sizes.
+
+    Args:
+        config: the configuration of the run.
+        fixed_sizes: sentences on input sizes, as in the record of the run.
+    """
     smallest, usual, _ = config.export.dynamic.batch
-    return usual if limited else max(smallest, 1)
+    return usual if any(map(_LIMITED_BATCH.match, fixed_sizes)) else max(smallest, 1)
 
 
 def _write_graph(job: Job, onnx: Path, path: Path, written: Path | None, dimensions: Mapping[str, str]) -> None:
@@ -202,7 +213,7 @@ def write_module_layouts(
                 f"backend={writers!r}"
             )
         onnx = folder / f"{QUANTIZED_STEM if quantized else FLOAT_STEM}.onnx"
-        batch = batch_of(config, limited=bool(record.fixed_sizes))
+        batch = batch_of(config, record.fixed_sizes)
         write_ultralytics(folder / layout, name, model, backend_name, onnx, batch)
         write_module_card(record, folder / layout, model, quantized=quantized)
 

@@ -32,7 +32,7 @@ from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import ConfigError, ExportError, QuantizerError, TaskError
 from quantizer.pipeline.client_code import yolo_code
 from quantizer.pipeline.convert_options import conversion_configs
-from quantizer.pipeline.layouts import write_module_card
+from quantizer.pipeline.layouts import batch_of, write_module_card
 from quantizer.pipeline.ultralytics_layout import ultralytics_model, write_ultralytics
 from quantizer.plan.targets.clients import OF_MODULES, ULTRALYTICS
 from quantizer.report.model_card import CARD
@@ -181,6 +181,21 @@ def test_the_code_of_the_guide() -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "serve-with.md").read_text(encoding="utf-8")
     assert 'YOLO("yolo11n-int8/ultralytics/yolo11n-int8_openvino_model")' in page
     assert 'deliver=["ultralytics"]' in page
+
+
+@pytest.mark.parametrize(
+    ("note", "batch"),
+    [
+        ("the engine accepts only batch 1, 2 or 4, with a model for each: openvino's model for all sizes is wrong", 4),
+        ("the engine accepts only height 8 x batch 4 or height 9 x batch 2, with a model for each", 4),
+        ("the engine accepts only height 8 or 9, with a model for each: batch 2 is wrong", 1),
+        ("the float engine accepts only batch 1 or 4, with a model for each", 1),
+        ("the model fixes axis 2 of 'x' at 16", 1),
+    ],
+)
+def test_a_note_on_another_axis_keeps_the_smallest_batch(made: Any, note: str, batch: int) -> None:
+    assert made._config.export.dynamic.batch[1] == 4
+    assert batch_of(made._config, ["the model fixes axis 3 of 'x' at 24", note]) == batch
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
