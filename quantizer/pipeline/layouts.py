@@ -185,24 +185,13 @@ def first_token(model: Any) -> int | None:
     return next((start for start in starts if start is not None), None)
 
 
-def write_module_layouts(
-    names: Sequence[str], record: RunRecord, config: RunConfig, model: nn.Module, folder: Path, name: str
-) -> None:
-    """Write layouts of a module, with their model cards, into the folder of its engine.
-
-    Args:
-        names: the layouts.
-        record: the record of the run.
-        config: the configuration of the run, with the backend of the engine.
-        model: the float model.
-        folder: the folder with the ONNX files.
-        name: the name of the model.
+def check_module_layouts(names: Sequence[str], config: RunConfig, model: nn.Module) -> None:
+    """Raise if a layout of a module cannot be written.
 
     Raises:
         QuantizerError: a layout is unknown, the backend does not have it, or the model does not fit it.
     """
     backend_name = config.quantizer.backend
-    quantized = deployed(record) != "float"
     for layout in names:
         if layout not in OF_MODULES:
             raise QuantizerError(f"deliver: {layout!r} is not a layout of a module; expected {', '.join(OF_MODULES)}")
@@ -212,9 +201,27 @@ def write_module_layouts(
                 f"deliver: {layout!r} does not exist for backend {backend_name}; quantize the model with "
                 f"backend={writers!r}"
             )
+        ultralytics_model(model)
+
+
+def write_module_layouts(
+    names: Sequence[str], record: RunRecord, config: RunConfig, model: nn.Module, folder: Path, name: str
+) -> None:
+    """Write layouts of a module, with their model cards, into the folder of its engine.
+
+    Args:
+        names: the layouts, which ``check_module_layouts`` accepts.
+        record: the record of the run.
+        config: the configuration of the run, with the backend of the engine.
+        model: the float model.
+        folder: the folder with the ONNX files.
+        name: the name of the model.
+    """
+    quantized = deployed(record) != "float"
+    for layout in names:
         onnx = folder / f"{QUANTIZED_STEM if quantized else FLOAT_STEM}.onnx"
         batch = batch_of(config, record.fixed_sizes)
-        write_ultralytics(folder / layout, name, model, backend_name, onnx, batch)
+        write_ultralytics(folder / layout, name, model, config.quantizer.backend, onnx, batch)
         write_module_card(record, folder / layout, model, quantized=quantized)
 
 

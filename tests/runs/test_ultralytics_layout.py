@@ -251,6 +251,24 @@ def test_another_layout_and_another_backend(made: Any, tmp_path: Path, monkeypat
     assert not (tmp_path / "out").exists()
 
 
+def test_one_layout_as_a_string(made: Any, tmp_path: Path) -> None:
+    folder = made.save(tmp_path / "one", deliver="ultralytics")
+    assert (folder / "ultralytics" / "one.onnx").exists()
+    with pytest.raises(QuantizerError, match="deliver: 'optimum' is not a layout of a module"):
+        made.save(tmp_path / "out", deliver="optimum")
+
+
+def test_layouts_are_checked_before_the_engine_is_copied(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "copytree", lambda *paths, **options: pytest.fail("the engine was copied"))
+    with pytest.raises(QuantizerError, match="deliver: 'optimum' is not a layout of a module"):
+        made.save(tmp_path / "out", deliver=["ultralytics", "optimum"])
+    monkeypatch.setattr(made, "model", nn.Conv2d(3, 8, 3))
+    with pytest.raises(TaskError, match="needs a model of ultralytics"):
+        made.save(tmp_path / "out", deliver=["ultralytics"])
+
+
 def test_a_file_that_exists(made: Any, tmp_path: Path) -> None:
     (tmp_path / "out.onnx").write_text("mine", encoding="utf-8")
     with pytest.raises(QuantizerError, match=r"out\.onnx"):
