@@ -77,6 +77,27 @@ def test_embeddings(types: bool) -> None:
     assert steps(found.codes, codes) <= 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("table", ["ids", "positions", "types"])
+@pytest.mark.parametrize("index_type", [torch.int32, torch.int64])
+def test_an_index_beyond_a_table_is_nan(table: str, dtype: torch.dtype, index_type: torch.dtype) -> None:
+    words, places, kinds = (
+        torch.randn(rows + 4, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype)
+        for rows in (11, 9, 2)
+    )
+    ends = {"ids": 11, "positions": 9, "types": 2}
+    indices = {name: torch.tensor([0, 1, 0, 1, end - 1], dtype=index_type) for name, end in ends.items()}
+    indices[table][1], indices[table][3] = ends[table], -1
+    # The memory behind each table, and before it, contains numbers.
+    tables = (words[1:12], places[1:10], kinds[1:3])
+    found = norms.embedding_norm(*indices.values(), *tables, torch.ones(30), None, EPS, total=True)
+    assert found.total is not None
+    assert found.value is not None
+    for result in (found.total, found.value):
+        assert result.isnan().all(1).tolist() == [False, True, False, True, False]
+        assert result.isnan().any(1).tolist() == [False, True, False, True, False]
+
+
 def test_nan_stays_in_its_row() -> None:
     x = torch.randn(3, 16)
     x[1, 4] = torch.nan

@@ -121,6 +121,15 @@ def norm_kernel(
 
 
 @triton.jit
+def _embedding(table_ptr, length, index_ptr, row, column, inside, W):
+    """Load the row of a table for one token, zeros beyond its end; NaN if the table lacks the index."""
+    index = tl.load(index_ptr + row).to(tl.int64)
+    loaded = tl.where((index >= 0) & (index < length), W, 0)
+    value = tl.load(table_ptr + index * W + column, mask=column < loaded, other=float("nan"))
+    return tl.where(inside, value.to(tl.float32), 0.0)
+
+
+@triton.jit
 def embedding_kernel(
     ids_ptr,
     positions_ptr,
@@ -137,6 +146,9 @@ def embedding_kernel(
     point,
     eps,
     W,
+    WORDS,
+    PLACES,
+    KINDS,
     HAS_TYPES: tl.constexpr,
     RMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -150,10 +162,10 @@ def embedding_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < W
-    h = tl.load(words_ptr + tl.load(ids_ptr + row) * W + column, mask=inside, other=0.0).to(tl.float32)
+    h = _embedding(words_ptr, WORDS, ids_ptr, row, column, inside, W)
     if HAS_TYPES:
-        h += tl.load(kinds_ptr + tl.load(types_ptr + row) * W + column, mask=inside, other=0.0).to(tl.float32)
-    h += tl.load(places_ptr + tl.load(positions_ptr + row) * W + column, mask=inside, other=0.0).to(tl.float32)
+        h += _embedding(kinds_ptr, KINDS, types_ptr, row, column, inside, W)
+    h += _embedding(places_ptr, PLACES, positions_ptr, row, column, inside, W)
     _normed(
         h,
         inside,
@@ -236,6 +248,8 @@ def embedding_norm(
 ) -> Normed:
     """Norm the sums of the embeddings of M tokens.
 
+    The results of a token are NaN if a table lacks its index; INT8 has no NaN, so that its quantized values are zeros.
+
     Args:
         ids: the words [M], int32 or int64.
         positions: the positions [M].
@@ -273,6 +287,9 @@ def embedding_norm(
             float(point),
             eps,
             words.shape[1],
+            len(words),
+            len(places),
+            0 if kinds is None else len(kinds),
         ),
         HAS_TYPES=kinds is not None,
         **options,
