@@ -200,8 +200,8 @@ class QuantizedModel:
         Args:
             folder: the folder.
             replace: replace a folder that ``save`` or ``quantizer run`` wrote and that contains nothing else.
-            deliver: a layout for another client, or several, as folders in it. ``ultralytics``: the graph of the engine, with the
-                metadata of a model of ultralytics, as ``ultralytics.YOLO`` loads it.
+            deliver: a layout for another client, or several, as folders in it. ``ultralytics``: the graph of the
+                engine, with the metadata of a model of ultralytics, as ``ultralytics.YOLO`` loads it.
 
         Raises:
             QuantizerError: the folder already exists or cannot be written, or the model or the backend does not have a

@@ -167,7 +167,9 @@ def test_the_folder_of_openvino_may_have_a_dot() -> None:
         ("another", "result"),
     ],
 )
-def test_the_code_prints_the_outputs_of_the_task(made: Any, saved: Path, tmp_path: Path, task: str, output: str) -> None:
+def test_the_code_prints_the_outputs_of_the_task(
+    made: Any, saved: Path, tmp_path: Path, task: str, output: str
+) -> None:
     folder, model = tmp_path / "ultralytics", Detector()
     model.task = task
     shutil.copytree(saved / "ultralytics", folder)
