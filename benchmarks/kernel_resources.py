@@ -59,7 +59,7 @@ def _products() -> None:
     for tile in TILES:
         for kind, capability in TARGETS:
             types = {"a_ptr": TYPES[kind], "w_ptr": TYPES[kind], "y_ptr": TYPES[kind], "r_ptr": "*fp16", "s": "fp32"}
-            types["point"] = "fp32"
+            types["zero_point"] = "fp32"
             types |= dict.fromkeys(("t_ptr", "b_ptr", "next_ptr"), "*fp32")
             options = {"HAS_BIAS": True, "HAS_RESIDUAL": False, "ACTIVATION": "gelu", "KIND": kind, "PARTS": 1}
             options["BY_COLUMN"] = False
@@ -73,15 +73,16 @@ def _products() -> None:
 
 def _norms() -> None:
     print(
-        "\n| norm of rows of | codes | capability | registers | spilled bytes | shared memory, KiB | instruction |"
+        "\n| norm of rows of | quantized values | capability | registers | spilled bytes | shared memory, KiB "
+        "| instruction |"
         "\n|---|---|---|---|---|---|---|"
     )
     for width, warps in ((768, 4), (4096, 8)):
         for kind, capability in TARGETS:
             types = dict.fromkeys(("x_ptr", "r_ptr", "h_ptr", "y_ptr"), "*fp16") | {"q_ptr": TYPES[kind]}
             types |= dict.fromkeys(("g_ptr", "b_ptr"), "*fp32") | {
-                "following_ptr": "*fp32",
-                "point": "fp32",
+                "next_scale_ptr": "*fp32",
+                "zero_point": "fp32",
                 "eps": "fp32",
             }
             options = {"HAS_RESIDUAL": True, "RMS": False, "HAS_BIAS": True, "WRITES_TOTAL": False}

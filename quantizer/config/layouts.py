@@ -18,6 +18,9 @@ LAYOUTS = tuple(
 """The layouts of all backends."""
 
 
+_ALPHA = "smoothquant_alpha"
+
+
 def layout_of(layout: str, backend: str) -> Layout | None:
     """Return what a layout holds for a backend; None if it does not exist for it."""
     return OF_ANY_BACKEND.get(layout) or profile(backend).layouts.get(layout)
@@ -39,7 +42,8 @@ def needs_static(config: RunConfig) -> bool:
 def without_factors(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values of a run with SmoothQuant left out of the preset, if a layout has no factors for it.
 
-    Values of a wrong type stay unchanged for the validation to reject.
+    Values that configure SmoothQuant are returned themselves. Values of a wrong type stay unchanged for the validation
+    to reject.
     """
     deliver, quantizer = values.get("deliver"), values.get("quantizer", {})
     if not isinstance(deliver, list | tuple) or not isinstance(quantizer, Mapping):
@@ -47,16 +51,21 @@ def without_factors(values: Mapping[str, Any]) -> Mapping[str, Any]:
     activations = quantizer.get("activations", {})
     if not set(OF_ANY_BACKEND) & {name for name in deliver if isinstance(name, str)}:
         return values
-    if not isinstance(activations, Mapping):
+    if not isinstance(activations, Mapping) or _ALPHA in activations:
         return values
-    return {**values, "quantizer": {**quantizer, "activations": {"smoothquant_alpha": None, **activations}}}
+    return {**values, "quantizer": {**quantizer, "activations": {**activations, _ALPHA: None}}}
+
+
+def forget_alpha(config: RunConfig) -> None:
+    """Remove the field that ``without_factors`` added from the fields that the user set."""
+    config.quantizer.activations.model_fields_set.discard(_ALPHA)
 
 
 def left_out(config: RunConfig) -> str | None:
     """Return a note on SmoothQuant, which is left out of the preset for a layout; None if nothing is left out."""
     layouts = [name for name in config.deliver if name in OF_ANY_BACKEND]
     of_preset = type(config.quantizer)(preset=config.quantizer.preset).activations.smoothquant_alpha
-    if not layouts or of_preset is None or config.quantizer.activations.smoothquant_alpha is not None:
+    if not layouts or of_preset is None or _ALPHA in config.quantizer.activations.model_fields_set:
         return None
     return (
         f"SmoothQuant is left out, in the engine too, because the format of {layouts[0]} has no factors for it; to "

@@ -13,6 +13,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    ModelWrapValidatorHandler,
     ValidationInfo,
     WrapValidator,
     field_validator,
@@ -21,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from quantizer.config.data_section import DataConfig, ModelConfig
-from quantizer.config.layouts import LAYOUTS, layout_problems, without_factors
+from quantizer.config.layouts import LAYOUTS, forget_alpha, layout_problems, without_factors
 from quantizer.config.quantizer_section import (
     AmpConfig,
     AxisRange,
@@ -287,9 +288,9 @@ class RunConfig(Section):
         description="Folder of the run. The default of a run file is runs/ plus the name of the file.",
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _sizes_fit(cls, values: Any) -> Any:
+    def _sizes_fit(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
         """Move default sizes into the ranges of ``export.dynamic``, and leave out what a layout cannot express."""
         sections: dict[str, type[Section]] = {"data": DataConfig, "model": ModelConfig, "report": ReportConfig}
         defaults = {
@@ -297,7 +298,13 @@ class RunConfig(Section):
             for name, section in sections.items()
             for key, field in section.model_fields.items()
         }
-        return with_fitted_sizes(without_factors(values), defaults) if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return handler(values)
+        complete = without_factors(values)
+        config = handler(with_fitted_sizes(complete, defaults))
+        if complete is not values:
+            forget_alpha(config)
+        return config
 
     # Field validators check the sections against each other. A validator of the whole run would only run if every
     # section is valid, and could not report its problems with the others. `info.data` holds the valid sections above.

@@ -246,14 +246,29 @@ from ultralytics import YOLO
 
 model = YOLO("{graph}")
 (result,) = model("an-image.png")
-print(result.boxes.xyxy, result.boxes.conf, result.boxes.cls)
+print({outputs})
 """
+_YOLO_OUTPUTS = {
+    "classify": "result.probs.top5, result.probs.top5conf",
+    "detect": "result.boxes.xyxy, result.boxes.conf, result.boxes.cls",
+    "obb": "result.obb.xyxyxyxy, result.obb.conf, result.obb.cls",
+    "pose": "result.keypoints.xy, result.keypoints.conf",
+    # An image without objects has no masks.
+    "segment": "result.masks.xy if result.masks else []",
+}
+"""Outputs of a model of ultralytics, by its task."""
 
 
-def yolo_code(graph: str) -> ClientCode:
-    """Return code for the layout of ultralytics, with the file or folder that YOLO loads."""
-    library = GRAPH_CLIENTS[Path(graph).suffix or ".xml"].package
-    return _python("ultralytics", f"`ultralytics` and `{library}`", _YOLO.format(graph=graph))
+def yolo_code(graph: str, task: str) -> ClientCode:
+    """Return code for the layout of ultralytics.
+
+    Args:
+        graph: the name of the file or folder that YOLO loads. The name of a folder may contain dots.
+        task: the task of the model in the words of ultralytics.
+    """
+    library = GRAPH_CLIENTS[".onnx" if graph.endswith(".onnx") else ".xml"].package
+    code = _YOLO.format(graph=graph, outputs=_YOLO_OUTPUTS.get(task, "result"))
+    return _python("ultralytics", f"`ultralytics` and `{library}`", code)
 
 
 def client_code(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,7 +79,7 @@ def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> N
             continue
         if name in OF_MODULES:
             (onnx,) = graphs.values()
-            batch = batch_of(job.config, limited=bool(job.only_sizes))
+            batch = batch_of(job.config, job.alone.values())
             write_ultralytics(job.target / name, job.name, model, job.config.quantizer.backend, onnx, batch)
             continue
         if job.only_sizes:
@@ -101,10 +102,20 @@ def write_layouts(job: Job, graphs: Mapping[str, Path], *, quantized: bool) -> N
             _write_modules(folder, pooling, model.config.hidden_size, job.config.model)
 
 
-def batch_of(config: RunConfig, *, limited: bool) -> int:
-    """Return the batch size of a graph with one size: the smallest, or the usual one if not all are accepted."""
+_LIMITED_BATCH = re.compile(r"the engine accepts only [^,]*\bbatch \d")
+
+
+def batch_of(config: RunConfig, fixed_sizes: Iterable[str]) -> int:
+    """Return the batch size of a graph with one size.
+
+    It is the smallest batch size, or the usual one if the engine accepts only some batch sizes.
+
+    Args:
+        config: the configuration of the run.
+        fixed_sizes: sentences on input sizes, as in the record of the run.
+    """
     smallest, usual, _ = config.export.dynamic.batch
-    return usual if limited else max(smallest, 1)
+    return usual if any(map(_LIMITED_BATCH.match, fixed_sizes)) else max(smallest, 1)
 
 
 def _write_graph(job: Job, onnx: Path, path: Path, written: Path | None, dimensions: Mapping[str, str]) -> None:
@@ -156,7 +167,7 @@ def write_layout_cards(job: Job, record: RunRecord, *, quantized: bool) -> None:
         if not is_folder(folder):
             continue
         if name in OF_MODULES:
-            write_module_card(record, folder, quantized=quantized)
+            write_module_card(record, folder, job.model, quantized=quantized)
             continue
         place = ".." if name == _NEEDS_FAST_TOKENIZER else "."
         start = first_token(job.model) if job.graphs.several else None
@@ -174,24 +185,13 @@ def first_token(model: Any) -> int | None:
     return next((start for start in starts if start is not None), None)
 
 
-def write_module_layouts(
-    names: Sequence[str], record: RunRecord, config: RunConfig, model: nn.Module, folder: Path, name: str
-) -> None:
-    """Write layouts of a module, with their model cards, into the folder of its engine.
-
-    Args:
-        names: the layouts.
-        record: the record of the run.
-        config: the configuration of the run, with the backend of the engine.
-        model: the float model.
-        folder: the folder with the ONNX files.
-        name: the name of the model.
+def check_module_layouts(names: Sequence[str], config: RunConfig, model: nn.Module) -> None:
+    """Raise if a layout of a module cannot be written.
 
     Raises:
         QuantizerError: a layout is unknown, the backend does not have it, or the model does not fit it.
     """
     backend_name = config.quantizer.backend
-    quantized = deployed(record) != "float"
     for layout in names:
         if layout not in OF_MODULES:
             raise QuantizerError(f"deliver: {layout!r} is not a layout of a module; expected {', '.join(OF_MODULES)}")
@@ -201,16 +201,34 @@ def write_module_layouts(
                 f"deliver: {layout!r} does not exist for backend {backend_name}; quantize the model with "
                 f"backend={writers!r}"
             )
+        ultralytics_model(model)
+
+
+def write_module_layouts(
+    names: Sequence[str], record: RunRecord, config: RunConfig, model: nn.Module, folder: Path, name: str
+) -> None:
+    """Write layouts of a module, with their model cards, into the folder of its engine.
+
+    Args:
+        names: the layouts, which ``check_module_layouts`` accepts.
+        record: the record of the run.
+        config: the configuration of the run, with the backend of the engine.
+        model: the float model.
+        folder: the folder with the ONNX files.
+        name: the name of the model.
+    """
+    quantized = deployed(record) != "float"
+    for layout in names:
         onnx = folder / f"{QUANTIZED_STEM if quantized else FLOAT_STEM}.onnx"
-        batch = batch_of(config, limited=bool(record.fixed_sizes))
-        write_ultralytics(folder / layout, name, model, backend_name, onnx, batch)
-        write_module_card(record, folder / layout, quantized=quantized)
+        batch = batch_of(config, record.fixed_sizes)
+        write_ultralytics(folder / layout, name, model, config.quantizer.backend, onnx, batch)
+        write_module_card(record, folder / layout, model, quantized=quantized)
 
 
-def write_module_card(record: RunRecord, folder: Path, *, quantized: bool) -> None:
+def write_module_card(record: RunRecord, folder: Path, model: nn.Module, *, quantized: bool) -> None:
     """Write the model card of a layout of a module, from the quantized or the float engine."""
     (graph,) = (path.name for path in folder.iterdir() if path.suffix == ".onnx" or path.is_dir())
-    code = yolo_code(graph)
+    code = yolo_code(graph, str(ultralytics_model(model).task))
     client = CardClient(library=code.library, layout=folder.name, needs=code.needs, language=code.language)
     write_layout_card(record, folder, client, code.code, of="engine" if quantized else "float")
 

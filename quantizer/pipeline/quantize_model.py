@@ -43,7 +43,7 @@ from quantizer.pipeline.diagnose_run import DIAGNOSED_GROUPS, diagnosed, wants_d
 from quantizer.pipeline.engine_module import CallForm, EngineModule
 from quantizer.pipeline.function_source import called_form
 from quantizer.pipeline.job import QUANTIZER
-from quantizer.pipeline.layouts import write_module_layouts
+from quantizer.pipeline.layouts import check_module_layouts, write_module_layouts
 from quantizer.pipeline.make_record import write_reports
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.pipeline.module_feed import ModuleFeed, fitted
@@ -189,25 +189,30 @@ class QuantizedModel:
         return write_html(self.record, Path(path))
 
     def save(
-        self, folder: str | os.PathLike[str], *, replace: bool = False, deliver: Sequence[Literal["ultralytics"]] = ()
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        replace: bool = False,
+        deliver: Literal["ultralytics"] | Sequence[Literal["ultralytics"]] = (),
     ) -> Path:
         """Write everything to a folder: engines, ONNX files, the quantizer, the report and the configuration.
 
         Args:
             folder: the folder.
             replace: replace a folder that ``save`` or ``quantizer run`` wrote and that contains nothing else.
-            deliver: layouts for other clients, as folders in it. ``ultralytics``: the graph of the engine, with the
-                metadata of a model of ultralytics, as ``ultralytics.YOLO`` loads it.
+            deliver: a layout for another client, or several, as folders in it. ``ultralytics``: the graph of the
+                engine, with the metadata of a model of ultralytics, as ``ultralytics.YOLO`` loads it.
 
         Raises:
             QuantizerError: the folder already exists or cannot be written, or the model or the backend does not have a
                 layout.
         """
-        name = Path(folder).absolute().name
+        name, layouts = Path(folder).absolute().name, [deliver] if isinstance(deliver, str) else deliver
+        check_module_layouts(layouts, self._config, self.model)
 
         def fill(new: Path) -> None:
             shutil.copytree(self.folder, new, dirs_exist_ok=True)
-            write_module_layouts(deliver, self.record, self._config, self.model, new, name)
+            write_module_layouts(layouts, self.record, self._config, self.model, new, name)
 
         self.saved = write_folder(folder, fill, kind=RUN, replace=replace)
         return self.saved

@@ -307,6 +307,18 @@ def test_a_preset_without_smoothquant_leaves_nothing_out() -> None:
     assert left_out(kept) is None
 
 
+@pytest.mark.parametrize("calibrator", [{}, {"calibrator": "max"}])
+def test_only_what_the_program_leaves_out_is_noted(calibrator: dict[str, str]) -> None:
+    by_program = run_of("fill-mask", "openvino", "compressed-tensors", activations=calibrator)
+    by_user = run_of(
+        "fill-mask", "openvino", "compressed-tensors", activations={**calibrator, "smoothquant_alpha": None}
+    )
+    assert by_program == by_user
+    assert left_out(by_program) is not None
+    assert left_out(by_user) is None
+    assert left_out(RunConfig.model_validate(by_program.model_dump(exclude_unset=True))) is not None
+
+
 # -- the model cards ---------------------------------------------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "serve-with.md").read_text(encoding="utf-8")

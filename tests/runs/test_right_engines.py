@@ -19,6 +19,7 @@ from quantizer.cli.main import main
 from quantizer.engines import build_engine
 from quantizer.errors import EngineError
 from quantizer.export.passes import openvino as openvino_passes
+from quantizer.pipeline.layouts import batch_of
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.report import read_record
 from quantizer.report.verdict import verdict_of
@@ -102,6 +103,7 @@ def test_a_model_for_all_sizes_that_is_wrong_gives_way_to_fixed_sizes(tmp_path: 
     (note,) = made.record.fixed_sizes
     assert note.startswith("the engine accepts only batch 1, 2, 4, ")
     assert ", with a model for each: openvino's model for all sizes is wrong (SQNR " in note
+    assert batch_of(made._config, made.record.fixed_sizes) == made._config.export.dynamic.batch[1]
     assert " ".join(note.split()) in " ".join(made.summary().split())
     assert made.record.engine_refused is None
     engine = quantizer.load(made.save(tmp_path / "saved"))

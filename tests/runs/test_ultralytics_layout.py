@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +30,9 @@ from quantizer.config.layouts import backends_of
 from quantizer.config.schema import check_run
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.errors import ConfigError, ExportError, QuantizerError, TaskError
+from quantizer.pipeline.client_code import yolo_code
 from quantizer.pipeline.convert_options import conversion_configs
+from quantizer.pipeline.layouts import batch_of, write_module_card
 from quantizer.pipeline.ultralytics_layout import ultralytics_model, write_ultralytics
 from quantizer.plan.targets.clients import OF_MODULES, ULTRALYTICS
 from quantizer.report.model_card import CARD
@@ -126,10 +130,12 @@ def test_the_file_of_onnx_runtime(made: Any, saved: Path) -> None:
 
 def test_the_folder_of_openvino(tmp_path: Path) -> None:
     result = _quantized(OPENVINO)
-    folder = result.save(tmp_path / "shapes", deliver=["ultralytics"]) / "ultralytics" / "shapes_openvino_model"
-    assert {file.name for file in folder.iterdir()} == {"shapes.xml", "shapes.bin", "metadata.yaml"}
+    name = "shapes-v1.0"
+    folder = result.save(tmp_path / name, deliver=["ultralytics"]) / "ultralytics" / f"{name}_openvino_model"
+    assert {file.name for file in folder.iterdir()} == {f"{name}.xml", f"{name}.bin", "metadata.yaml"}
+    assert "Needs `ultralytics` and `openvino`." in (folder.parent / CARD).read_text(encoding="utf-8")
     _is_right(yaml.safe_load((folder / "metadata.yaml").read_text(encoding="utf-8")))
-    model = openvino_core().read_model(folder / "shapes.xml")
+    model = openvino_core().read_model(folder / f"{name}.xml")
     assert list(model.input().get_shape()) == [1, 3, 16, 24]
     compiled = openvino_core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     image = _images(1)
@@ -144,10 +150,54 @@ def test_the_card_has_the_code(saved: Path) -> None:
     assert "library_name: ultralytics" in card
 
 
+def test_the_folder_of_openvino_may_have_a_dot() -> None:
+    code = yolo_code("yolo11n-v1.0_openvino_model", "detect")
+    assert code.needs == "`ultralytics` and `openvino`"
+    assert 'YOLO("yolo11n-v1.0_openvino_model")' in code.code
+
+
+@pytest.mark.parametrize(
+    ("task", "output"),
+    [
+        ("classify", "result.probs.top5"),
+        ("detect", "result.boxes.xyxy"),
+        ("obb", "result.obb.xyxyxyxy"),
+        ("pose", "result.keypoints.xy"),
+        ("segment", "result.masks.xy"),
+        ("another", "result"),
+    ],
+)
+def test_the_code_prints_the_outputs_of_the_task(
+    made: Any, saved: Path, tmp_path: Path, task: str, output: str
+) -> None:
+    folder, model = tmp_path / "ultralytics", Detector()
+    model.task = task
+    shutil.copytree(saved / "ultralytics", folder)
+    write_module_card(made.record, folder, model, quantized=True)
+    (printed,) = re.findall(r"print\((.*)\)", (folder / CARD).read_text(encoding="utf-8"))
+    assert printed.startswith(output)
+    assert ("boxes" in printed) == (task == "detect")
+
+
 def test_the_code_of_the_guide() -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "serve-with.md").read_text(encoding="utf-8")
     assert 'YOLO("yolo11n-int8/ultralytics/yolo11n-int8_openvino_model")' in page
     assert 'deliver=["ultralytics"]' in page
+
+
+@pytest.mark.parametrize(
+    ("note", "batch"),
+    [
+        ("the engine accepts only batch 1, 2 or 4, with a model for each: openvino's model for all sizes is wrong", 4),
+        ("the engine accepts only height 8 x batch 4 or height 9 x batch 2, with a model for each", 4),
+        ("the engine accepts only height 8 or 9, with a model for each: batch 2 is wrong", 1),
+        ("the float engine accepts only batch 1 or 4, with a model for each", 1),
+        ("the model fixes axis 2 of 'x' at 16", 1),
+    ],
+)
+def test_a_note_on_another_axis_keeps_the_smallest_batch(made: Any, note: str, batch: int) -> None:
+    assert made._config.export.dynamic.batch[1] == 4
+    assert batch_of(made._config, ["the model fixes axis 3 of 'x' at 24", note]) == batch
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -201,6 +251,24 @@ def test_another_layout_and_another_backend(made: Any, tmp_path: Path, monkeypat
     ):
         made.save(tmp_path / "out", deliver=["ultralytics"])
     assert not (tmp_path / "out").exists()
+
+
+def test_one_layout_as_a_string(made: Any, tmp_path: Path) -> None:
+    folder = made.save(tmp_path / "one", deliver="ultralytics")
+    assert (folder / "ultralytics" / "one.onnx").exists()
+    with pytest.raises(QuantizerError, match="deliver: 'optimum' is not a layout of a module"):
+        made.save(tmp_path / "out", deliver="optimum")
+
+
+def test_layouts_are_checked_before_the_engine_is_copied(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "copytree", lambda *paths, **options: pytest.fail("the engine was copied"))
+    with pytest.raises(QuantizerError, match="deliver: 'optimum' is not a layout of a module"):
+        made.save(tmp_path / "out", deliver=["ultralytics", "optimum"])
+    monkeypatch.setattr(made, "model", nn.Conv2d(3, 8, 3))
+    with pytest.raises(TaskError, match="needs a model of ultralytics"):
+        made.save(tmp_path / "out", deliver=["ultralytics"])
 
 
 def test_a_file_that_exists(made: Any, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ SIZES = [(1, 1, 1), (3, 5, 7), (37, 48, 70), (64, 96, 128), (300, 33, 129)]
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
 
-def _codes(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+def _quantized(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
     if dtype == INT8:
         return torch.randint(-128, 128, shape, dtype=INT8, generator=generator)
     return torch.randn(shape, generator=generator).to(dtype)
@@ -44,13 +44,13 @@ def _both(
     """The result of the kernel and of the reference."""
     m, n, k = size
     generator = torch.Generator().manual_seed(m + n + k)
-    a, w = _codes(generator, operands, m, k), _codes(generator, operands, n, k)
+    a, w = _quantized(generator, operands, m, k), _quantized(generator, operands, n, k)
     scales = 1e-3 + 1e-2 * torch.rand(n, generator=generator)
     added = torch.randn(n, generator=generator) if bias else None
     rest = torch.randn(m, n, generator=generator).half() if residual and parts == 1 else None
-    following = 0.05 * torch.arange(1.0, parts + 1) if result in (INT8, FP8) else None
+    next_scale = 0.05 * torch.arange(1.0, parts + 1) if result in (INT8, FP8) else None
     epilogue = products.Epilogue(activation=activation, dtype=result, parts=parts)
-    arguments = (a, w, scale, scales, added, rest, following)
+    arguments = (a, w, scale, scales, added, rest, next_scale)
     return products.linear(*arguments, epilogue, TILE), reference.linear(
         *arguments, activation=activation, dtype=result, parts=parts
     )
@@ -115,9 +115,9 @@ def test_a_following_scale_of_zero_gives_zeros() -> None:
 def test_nan_becomes_zero_in_int8_and_stays_in_floats() -> None:
     """The interpreter converts no NaN to FP8."""
     a, w, bias = torch.ones(2, 4, dtype=INT8), torch.ones(3, 4, dtype=INT8), torch.tensor([0.0, torch.nan, 0.0])
-    for result, following in ((INT8, torch.ones(1)), (torch.float16, None)):
+    for result, next_scale in ((INT8, torch.ones(1)), (torch.float16, None)):
         epilogue = products.Epilogue(dtype=result)
-        found = products.linear(a, w, 1.0, torch.ones(3), bias, None, following, epilogue, TILE).float()
+        found = products.linear(a, w, 1.0, torch.ones(3), bias, None, next_scale, epilogue, TILE).float()
         assert found[:, [0, 2]].tolist() == [[4, 4], [4, 4]]
         assert bool((found[:, 1] == 0).all() if result == INT8 else found[:, 1].isnan().all())
 
@@ -125,22 +125,22 @@ def test_nan_becomes_zero_in_int8_and_stays_in_floats() -> None:
 @pytest.mark.parametrize("point", [-128, -37, 0, 127])
 def test_a_zero_point_of_the_result(point: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    a, w = _codes(generator, INT8, 37, 70), _codes(generator, INT8, 48, 70)
+    a, w = _quantized(generator, INT8, 37, 70), _quantized(generator, INT8, 48, 70)
     arguments = (a, w, 0.02, torch.full((48,), 5e-3), torch.randn(48, generator=generator), None, torch.tensor([0.2]))
-    found = products.linear(*arguments, products.Epilogue(dtype=INT8), TILE, point=point)
+    found = products.linear(*arguments, products.Epilogue(dtype=INT8), TILE, zero_point=point)
     floats = products.linear(*arguments[:-1], None, products.Epilogue(dtype=torch.float32), TILE)
-    assert torch.equal(found, reference.linear(*arguments, dtype=INT8, point=point))
+    assert torch.equal(found, reference.linear(*arguments, dtype=INT8, zero_point=point))
     assert torch.equal(found, ((floats / 0.2).round() + point).clamp(-128, 127).to(INT8))
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_scale_for_each_column_of_the_result(parts: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    a, w = _codes(generator, INT8, 37, 70), _codes(generator, INT8, 48, 70)
-    following = 0.05 + torch.rand(48, generator=generator)
-    arguments = (a, w, 0.02, torch.full((48,), 5e-3), None, None, following)
+    a, w = _quantized(generator, INT8, 37, 70), _quantized(generator, INT8, 48, 70)
+    next_scale = 0.05 + torch.rand(48, generator=generator)
+    arguments = (a, w, 0.02, torch.full((48,), 5e-3), None, None, next_scale)
     found = products.linear(*arguments, products.Epilogue(dtype=INT8, parts=parts), TILE)
     floats = products.linear(*arguments[:-1], None, products.Epilogue(dtype=torch.float32), TILE)
     assert torch.equal(found, reference.linear(*arguments, dtype=INT8, parts=parts))
     columns = found.transpose(0, 1).reshape(37, 48) if parts > 1 else found
-    assert torch.equal(columns, (floats / following).round().clamp(-128, 127).to(INT8))
+    assert torch.equal(columns, (floats / next_scale).round().clamp(-128, 127).to(INT8))

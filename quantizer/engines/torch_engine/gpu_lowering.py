@@ -156,8 +156,8 @@ def sign_activations(module: OperatorGraph) -> None:
         is_unsigned = is_call(node, quantize) and node.args[3:] == unsigned
         if is_unsigned and all(is_call(user, dequantize) and user.args[1:] == node.args[1:] for user in node.users):
             for each in (node, *node.users):
-                point: Any = each.args[2]
-                each.args = (*each.args[:2], point + shift, INT8.qmin, INT8.qmax, torch.int8)
+                zero_point: Any = each.args[2]
+                each.args = (*each.args[:2], zero_point + shift, INT8.qmin, INT8.qmax, torch.int8)
 
 
 def _lower_linears(module: OperatorGraph, shapes: Shapes, overload: int) -> dict[str, str]:
@@ -199,10 +199,10 @@ def _lower_linear(
     overload: int,
 ) -> None:
     activation: Any = product.args[0]
-    codes, scale, point = activation.args[:3]
+    values, scale, zero_point = activation.args[:3]
     bias, last = bias_of(module, product, len(scales))
-    if point:
-        shift = scale * point * scales.double() * integers.double().sum(0)
+    if zero_point:
+        shift = scale * zero_point * scales.double() * integers.double().sum(0)
         bias = ((0.0 if bias is None else bias.double()) - shift).float()
     function, last = _activation(last)
     residual, last = _residual(last, shapes)
@@ -213,14 +213,14 @@ def _lower_linear(
         kernel = module.graph.call_function(
             LINEARS[overload],
             (
-                codes,
+                values,
                 new_constant(module, "weight", integers.t().contiguous()),
                 scale,
                 new_constant(module, "scales", scales),
                 None if bias is None else new_constant(module, "bias", bias.float()),
                 residual,
                 None if written is None else new_constant(module, "next_scale", written.scale),
-                0 if written is None else written.point,
+                0 if written is None else written.zero_point,
                 function,
                 torch.float32 if written is None else written.dtype,
                 1,
@@ -266,24 +266,26 @@ class _Quantization:
 
     Attributes:
         scale: [1], or one for each index of the last axis: (x f) / s is x / (s / f).
-        point: the zero point.
+        zero_point: the zero point.
         dtype: the type of the quantized values.
         quantizers: the nodes that return them.
     """
 
     scale: Tensor
-    point: int
+    zero_point: int
     dtype: torch.dtype
     quantizers: tuple[fx.Node, ...]
 
-    def replace_with(self, codes: fx.Node) -> None:
-        """Let the readers of the quantizers read ``codes``."""
+    def replace_with(self, values: fx.Node) -> None:
+        """Let the readers of the quantizers read these values."""
         for quantizer in self.quantizers:
-            quantizer.replace_all_uses_with(codes)
+            quantizer.replace_all_uses_with(values)
 
     def same_as(self, other: _Quantization) -> bool:
         """Return whether another quantization returns the same values."""
-        return torch.equal(self.scale, other.scale) and self.point == other.point and self.dtype is other.dtype
+        return (
+            torch.equal(self.scale, other.scale) and self.zero_point == other.zero_point and self.dtype is other.dtype
+        )
 
 
 def _quantization(module: OperatorGraph, value: fx.Node, reader: fx.Node, shapes: Shapes) -> _Quantization | None:
@@ -297,12 +299,12 @@ def _quantization(module: OperatorGraph, value: fx.Node, reader: fx.Node, shapes
     first = quantizers[0]
     if any(not is_call(node, quantize) or node.args[1:] != first.args[1:] for node in quantizers):
         return None
-    _, scale, point, _, _, dtype = first.args
+    _, scale, zero_point, _, _, dtype = first.args
     if dtype not in EIGHT_BITS:
         return None
     scales = torch.tensor([scale], dtype=torch.float32)
     scales = scales if factor is None else (scales / factor.reshape(-1).float())
-    return _Quantization(scales, int(point), dtype, tuple(quantizers))  # type: ignore[arg-type]
+    return _Quantization(scales, int(zero_point), dtype, tuple(quantizers))  # type: ignore[arg-type]
 
 
 def _readers(module: OperatorGraph, value: fx.Node, shapes: Shapes) -> tuple[_Quantization | None, list[fx.Node]]:
@@ -455,7 +457,7 @@ def _lower_norm(
     with graph.inserting_before(x if is_sum else last):
         quantized: tuple[Any, ...] = (None, None, 0)
         if written is not None:
-            quantized = (written.dtype, new_constant(module, "next_scale", written.scale), written.point)
+            quantized = (written.dtype, new_constant(module, "next_scale", written.scale), written.zero_point)
         options = (
             new_constant(module, "weight", norm.weight.float()),
             None if norm.bias is None else new_constant(module, "bias", norm.bias.float()),
@@ -518,9 +520,11 @@ def _lower_quantizers(module: OperatorGraph, shapes: Shapes, overload: int) -> N
         while (written := _readers(module, node, shapes)[0]) is not None:
             with module.graph.inserting_before(min(written.quantizers, key=lambda quantizer: order[quantizer])):
                 scale = new_constant(module, "scale", written.scale)
-                codes = module.graph.call_function(QUANTIZERS[overload], (node, scale, written.point, written.dtype))
-            codes.meta["onnx"] = written.quantizers[0].meta.get("onnx", "")
-            written.replace_with(codes)
+                quantized = module.graph.call_function(
+                    QUANTIZERS[overload], (node, scale, written.zero_point, written.dtype)
+                )
+            quantized.meta["onnx"] = written.quantizers[0].meta.get("onnx", "")
+            written.replace_with(quantized)
             for quantizer in written.quantizers:
                 module.graph.erase_node(quantizer)
             module.graph.eliminate_dead_code()

@@ -2,13 +2,13 @@
 
 Legend: x [.., K] floats; a [.., K] INT8 or FP8, with scale s and zero point z; w [N, K] of the same type, with scale t
 [N]. A result in 8 bits has the scale ``next_scale``, [1] or one for each index of the last axis, and the zero point
-``next_point``. Zero points of a are in the bias of a layer.
+``next_zero_point``. Zero points of a are in the bias of a layer.
 
 ======================  ==========================================================================================
 linear_8bit             y [.., N] = f(s t (a w^T) + bias) + residual, or its quantized values; with several parts,
                         y [parts, .., N / parts]
-norm_8bit               of h = x + residual: those of h, its norm and the quantized norm that are asked for
-embedding_norm_8bit     the same of h = words[ids] + kinds[types] + places[positions]
+norm_8bit               h = x + residual, the norm of h and the quantized norm; each only on request
+embedding_norm_8bit     the results of norm_8bit for h = words[ids] + kinds[types] + places[positions]
 quantize_8bit           the quantized values of x
 ======================  ==========================================================================================
 
@@ -28,19 +28,19 @@ from quantizer.numerics.triton_kernels import reference
 from quantizer.numerics.triton_kernels.tiles import TABLE, Product, Tile, bucket
 
 _NORM = (
-    "Tensor weight, Tensor? bias, float eps, bool rms, bool total, bool value, ScalarType? codes, Tensor? next_scale, "
-    "int next_point) -> Tensor[]"
+    "Tensor weight, Tensor? bias, float eps, bool rms, bool total, bool value, ScalarType? quantized_as, "
+    "Tensor? next_scale, int next_zero_point) -> Tensor[]"
 )
 _SCHEMAS = {
     "linear_8bit": (
         "(Tensor a, Tensor weight, float scale, Tensor scales, Tensor? bias, Tensor? residual, Tensor? next_scale, "
-        "int next_point, str activation, ScalarType out, int parts) -> Tensor"
+        "int next_zero_point, str activation, ScalarType out, int parts) -> Tensor"
     ),
     "norm_8bit": f"(Tensor x, Tensor? residual, {_NORM}",
     "embedding_norm_8bit": (
         f"(Tensor ids, Tensor positions, Tensor? types, Tensor words, Tensor places, Tensor? kinds, {_NORM}"
     ),
-    "quantize_8bit": "(Tensor x, Tensor scale, int point, ScalarType dtype) -> Tensor",
+    "quantize_8bit": "(Tensor x, Tensor scale, int zero_point, ScalarType dtype) -> Tensor",
 }
 
 
@@ -49,9 +49,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
-    *before, residual, next_scale, point, activation, dtype, parts = operands
+    *before, residual, next_scale, zero_point, activation, dtype, parts = operands
     tensors = (_rows(a), weight, *before, None if residual is None else _rows(residual), next_scale)
-    y = reference.linear(*tensors, activation=activation, dtype=dtype, parts=parts, point=point)
+    y = reference.linear(*tensors, activation=activation, dtype=dtype, parts=parts, zero_point=zero_point)
     return y.reshape(_shape(a, weight, parts))
 
 
@@ -80,10 +80,10 @@ def linear_with(tile: Tile | None, a: Tensor, weight: Tensor, *operands: Any) ->
         return _linear(a, weight, *operands)
     from quantizer.numerics.triton_kernels.products import Epilogue, linear
 
-    scale, scales, bias, residual, next_scale, point, activation, dtype, parts = operands
+    scale, scales, bias, residual, next_scale, zero_point, activation, dtype, parts = operands
     rows, added = _rows(a), None if residual is None else _rows(residual)
     epilogue = Epilogue(activation=activation, dtype=dtype, parts=parts)
-    y = linear(rows, weight, scale, scales, bias, added, next_scale, epilogue, tile, point=point)
+    y = linear(rows, weight, scale, scales, bias, added, next_scale, epilogue, tile, zero_point=zero_point)
     return y.reshape(_shape(a, weight, parts))
 
 
@@ -105,13 +105,20 @@ def _of_norm(
     rms: bool,
     total: bool,
     value: bool,
-    codes: torch.dtype | None,
+    quantized_as: torch.dtype | None,
     next_scale: Tensor | None,
-    next_point: int,
+    next_zero_point: int,
 ) -> list[Tensor]:
-    """Return the results for float32 rows h [.., W] that are asked for, in ``dtype``."""
+    """Return the requested results for float32 rows h [.., W], in ``dtype``."""
     normed, quantized = reference.normed(
-        _rows(h), weight, bias, eps, rms=rms, codes=codes, following=next_scale, point=next_point
+        _rows(h),
+        weight,
+        bias,
+        eps,
+        rms=rms,
+        quantized_as=quantized_as,
+        next_scale=next_scale,
+        zero_point=next_zero_point,
     )
     results = [h.to(dtype)] if total else []
     results += [normed.to(dtype).reshape(h.shape)] if value else []
@@ -132,7 +139,7 @@ def _triton_norm(x: Tensor, residual: Tensor | None, *options: Any) -> list[Tens
 
 
 def _keywords(*options: Any) -> dict[str, Any]:
-    return dict(zip(("rms", "total", "value", "codes", "following", "point"), options, strict=True))
+    return dict(zip(("rms", "total", "value", "quantized_as", "next_scale", "zero_point"), options, strict=True))
 
 
 def _norm_without_data(x: Tensor, residual: Tensor | None, *options: Any) -> list[Tensor]:
@@ -140,9 +147,9 @@ def _norm_without_data(x: Tensor, residual: Tensor | None, *options: Any) -> lis
 
 
 def _results_without_data(like: Tensor, *options: Any) -> list[Tensor]:
-    total, value, codes = options[4:7]
+    total, value, quantized_as = options[4:7]
     floats = [torch.empty_like(like) for written in (total, value) if written]
-    return floats if codes is None else [*floats, torch.empty_like(like, dtype=codes)]
+    return floats if quantized_as is None else [*floats, torch.empty_like(like, dtype=quantized_as)]
 
 
 def _embedding_norm(
@@ -201,17 +208,17 @@ def _embedding_without_data(
     return _results_without_data(words.new_empty((*indices[0].shape, words.shape[1])), *options)
 
 
-def _quantize(x: Tensor, scale: Tensor, point: int, dtype: torch.dtype) -> Tensor:
-    return reference.quantized(x.float(), scale, dtype, point)
+def _quantize(x: Tensor, scale: Tensor, zero_point: int, dtype: torch.dtype) -> Tensor:
+    return reference.quantized(x.float(), scale, dtype, zero_point)
 
 
-def _triton_quantize(x: Tensor, scale: Tensor, point: int, dtype: torch.dtype) -> Tensor:
+def _triton_quantize(x: Tensor, scale: Tensor, zero_point: int, dtype: torch.dtype) -> Tensor:
     from quantizer.numerics.triton_kernels.quantize import quantize
 
-    return quantize(x.contiguous(), scale, point, dtype)
+    return quantize(x.contiguous(), scale, zero_point, dtype)
 
 
-def _quantize_without_data(x: Tensor, scale: Tensor, point: int, dtype: torch.dtype) -> Tensor:
+def _quantize_without_data(x: Tensor, scale: Tensor, zero_point: int, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 

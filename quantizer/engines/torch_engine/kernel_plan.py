@@ -169,8 +169,8 @@ def _name(node: fx.Node) -> str:
 def _writes(node: fx.Node) -> Iterator[Written]:
     """Yield the results of a kernel in their order."""
     if is_call(node, *NORMS, *EMBEDDING_NORMS):
-        total, value, codes = node.args[-5:-2]
-        widths = [16] * (bool(total) + bool(value)) + [8] * (codes is not None)
+        total, value, quantized_as = node.args[-5:-2]
+        widths = [16] * (bool(total) + bool(value)) + [8] * (quantized_as is not None)
         items = {user.args[1]: user for user in node.users}
         for place, bits in enumerate(widths):
             yield Written(bits, tuple(dict.fromkeys(_readers(items[place]))))

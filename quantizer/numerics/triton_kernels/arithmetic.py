@@ -1,8 +1,8 @@
 """Arithmetic that all kernels share: activations, and the quantization of a result.
 
 A result v becomes INT8 as round(v / s) + z, ties to even, limited to [-128, 127]; NaN becomes z, which stands for 0,
-because no integer stands for NaN. It becomes FP8 (E4M3) as v / s, limited to [-448, 448]; NaN stays. A scale of 0 is
-that of a tensor of zeros: every result becomes z, or 0.
+because no integer stands for NaN. It becomes FP8 (E4M3) as v / s, limited to [-448, 448]; NaN stays. A tensor of
+zeros has the scale 0: every result becomes z, or 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 """The kind of a quantized result, for the kernels, by its type."""
 
 _TIES_TO_EVEN = tl.constexpr(12582912.0)
-"""1.5 times 2^23: the sum with a float32 below 2^22 has no digits after the point, so it is rounded."""
+"""1.5 times 2^23: the sum with a float32 below 2^22 has no fraction, so it is rounded."""
 
 _LEAST_INT8, _LARGEST_INT8, _LARGEST_FP8 = (tl.constexpr(float(limit)) for limit in (INT8.qmin, INT8.qmax, FP8.qmax))
 
@@ -57,16 +57,16 @@ def _on_fp8_grid(value):
 
 
 @triton.jit
-def quantized(value, scale, point, KIND: tl.constexpr):
-    """Return the codes of float32 values: ``int8`` or ``fp8``; only INT8 has a zero point, a whole float32."""
+def quantized(value, scale, zero_point, KIND: tl.constexpr):
+    """Return float32 values quantized to ``int8`` or ``fp8``; only INT8 has a zero point, a whole float32."""
     ratio = tl.where(scale == 0.0, 0.0, tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)))
     if KIND == "int8":
         ratio = tl.where(ratio == ratio, ratio, 0.0)
-        limited = tl.minimum(tl.maximum(ratio, _LEAST_INT8 - point), _LARGEST_INT8 - point)
-        codes = ((limited + _TIES_TO_EVEN) - _TIES_TO_EVEN + point).to(tl.int8)
+        limited = tl.minimum(tl.maximum(ratio, _LEAST_INT8 - zero_point), _LARGEST_INT8 - zero_point)
+        result = ((limited + _TIES_TO_EVEN) - _TIES_TO_EVEN + zero_point).to(tl.int8)
     else:
         limited = tl.where(ratio == ratio, tl.minimum(tl.maximum(ratio, -_LARGEST_FP8), _LARGEST_FP8), ratio)
         if _INTERPRETED:
             limited = _on_fp8_grid(limited)
-        codes = limited.to(tl.float8e4nv)
-    return codes
+        result = limited.to(tl.float8e4nv)
+    return result

@@ -5,8 +5,8 @@ Legend: x [M, W] the rows; r [M, W] the residual; g, b [W] the weight and the bi
     h = x + r        y = (h - mean(h)) / sqrt(var(h) + eps) g + b
     RMSNorm:         y = h / sqrt(mean(h^2) + eps) g
 
-One program computes one row, in float32. It writes h, which the next residual add reads, y in half precision, and y as
-codes of the next product; each only if it is asked for. The embedding kernel sums rows of tables as h.
+One program computes one row, in float32. It writes h, which the next residual add reads, y in half precision, and
+the quantized values of y for the next layer; each only on request. The embedding kernel sums rows of tables as h.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quantizer.numerics.triton_kernels.arithmetic import KINDS, quantized
 
 
 class Normed(NamedTuple):
-    """The results of a norm: the sum h, the norm y in half precision, and its codes; None for what nobody reads."""
+    """The results of a norm: the sum h, the norm y in half precision, and y quantized; None for each unread one."""
 
     total: Tensor | None
     value: Tensor | None
-    codes: Tensor | None
+    quantized: Tensor | None
 
 
 @triton.jit
@@ -39,8 +39,8 @@ def _normed(
     h_ptr,
     y_ptr,
     q_ptr,
-    following_ptr,
-    point,
+    next_scale_ptr,
+    zero_point,
     eps,
     W,
     RMS: tl.constexpr,
@@ -51,7 +51,7 @@ def _normed(
     BY_COLUMN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Norm one row h, zeros beyond its end, and write what is asked for."""
+    """Norm one row h, zeros beyond its end, and write the requested results."""
     column = tl.arange(0, BLOCK)
     if WRITES_TOTAL:
         tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=inside)
@@ -64,8 +64,8 @@ def _normed(
     if WRITES_VALUE:
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
     if KIND != "none":
-        following = tl.load(following_ptr + (column if BY_COLUMN else 0 * column), mask=inside, other=1.0)
-        tl.store(q_ptr + at, quantized(y, following, point, KIND), mask=inside)
+        next_scale = tl.load(next_scale_ptr + (column if BY_COLUMN else 0 * column), mask=inside, other=1.0)
+        tl.store(q_ptr + at, quantized(y, next_scale, zero_point, KIND), mask=inside)
 
 
 @triton.jit
@@ -77,8 +77,8 @@ def norm_kernel(
     h_ptr,
     y_ptr,
     q_ptr,
-    following_ptr,
-    point,
+    next_scale_ptr,
+    zero_point,
     eps,
     W,
     HAS_RESIDUAL: tl.constexpr,
@@ -106,8 +106,8 @@ def norm_kernel(
         h_ptr,
         y_ptr,
         q_ptr,
-        following_ptr,
-        point,
+        next_scale_ptr,
+        zero_point,
         eps,
         W,
         RMS,
@@ -118,6 +118,15 @@ def norm_kernel(
         BY_COLUMN,
         BLOCK,
     )
+
+
+@triton.jit
+def _embedding(table_ptr, length, index_ptr, row, column, inside, W):
+    """Load the row of a table for one token, zeros beyond its end; NaN if the table lacks the index."""
+    index = tl.load(index_ptr + row).to(tl.int64)
+    loaded = tl.where((index >= 0) & (index < length), W, 0)
+    value = tl.load(table_ptr + index * W + column, mask=column < loaded, other=float("nan"))
+    return tl.where(inside, value.to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -133,10 +142,13 @@ def embedding_kernel(
     h_ptr,
     y_ptr,
     q_ptr,
-    following_ptr,
-    point,
+    next_scale_ptr,
+    zero_point,
     eps,
     W,
+    WORDS,
+    PLACES,
+    KINDS,
     HAS_TYPES: tl.constexpr,
     RMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -150,10 +162,10 @@ def embedding_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < W
-    h = tl.load(words_ptr + tl.load(ids_ptr + row) * W + column, mask=inside, other=0.0).to(tl.float32)
+    h = _embedding(words_ptr, WORDS, ids_ptr, row, column, inside, W)
     if HAS_TYPES:
-        h += tl.load(kinds_ptr + tl.load(types_ptr + row) * W + column, mask=inside, other=0.0).to(tl.float32)
-    h += tl.load(places_ptr + tl.load(positions_ptr + row) * W + column, mask=inside, other=0.0).to(tl.float32)
+        h += _embedding(kinds_ptr, KINDS, types_ptr, row, column, inside, W)
+    h += _embedding(places_ptr, PLACES, positions_ptr, row, column, inside, W)
     _normed(
         h,
         inside,
@@ -163,8 +175,8 @@ def embedding_kernel(
         h_ptr,
         y_ptr,
         q_ptr,
-        following_ptr,
-        point,
+        next_scale_ptr,
+        zero_point,
         eps,
         W,
         RMS,
@@ -187,9 +199,9 @@ def norm(
     rms: bool = False,
     total: bool = False,
     value: bool = True,
-    codes: torch.dtype | None = None,
-    following: Tensor | None = None,
-    point: int = 0,
+    quantized_as: torch.dtype | None = None,
+    next_scale: Tensor | None = None,
+    zero_point: int = 0,
 ) -> Normed:
     """Norm the rows of x.
 
@@ -202,14 +214,16 @@ def norm(
         rms: RMSNorm instead of LayerNorm.
         total: whether h is written.
         value: whether y is written.
-        codes: the type of the codes of y, int8 or float8_e4m3fn; None: none are written.
-        following: their scale, or that of each column: float32 [1] or [W].
-        point: the zero point of INT8 codes.
+        quantized_as: the type of the quantized values of y, int8 or float8_e4m3fn; None: they are not written.
+        next_scale: the scale of the quantized values, or one scale per column: float32 [1] or [W].
+        zero_point: the zero point of INT8 values.
     """
-    results, options = _results(x, bias, x.dtype, rms=rms, total=total, value=value, codes=codes, following=following)
+    results, options = _results(
+        x, bias, x.dtype, rms=rms, total=total, value=value, quantized_as=quantized_as, next_scale=next_scale
+    )
     kernel: Any = norm_kernel
     kernel[(len(x),)](
-        *(x, residual, weight, bias, *results, following, float(point), eps, x.shape[1]),
+        *(x, residual, weight, bias, *results, next_scale, float(zero_point), eps, x.shape[1]),
         HAS_RESIDUAL=residual is not None,
         **options,
     )
@@ -230,16 +244,18 @@ def embedding_norm(
     rms: bool = False,
     total: bool = False,
     value: bool = True,
-    codes: torch.dtype | None = None,
-    following: Tensor | None = None,
-    point: int = 0,
+    quantized_as: torch.dtype | None = None,
+    next_scale: Tensor | None = None,
+    zero_point: int = 0,
 ) -> Normed:
     """Norm the sums of the embeddings of M tokens.
+
+    The results of a token are NaN if a table lacks its index; INT8 has no NaN, so that its quantized values are zeros.
 
     Args:
         ids: the words [M], int32 or int64.
         positions: the positions [M].
-        types: the token types [M]; None: there is no such table.
+        types: the token types [M]; None: the model has no token types.
         words: the table of words [V, W].
         places: the table of positions [P, W].
         kinds: the table of token types [T, W]; None as ``types``.
@@ -249,13 +265,13 @@ def embedding_norm(
         rms: as for ``norm``.
         total: as for ``norm``.
         value: as for ``norm``.
-        codes: as for ``norm``.
-        following: as for ``norm``.
-        point: as for ``norm``.
+        quantized_as: as for ``norm``.
+        next_scale: as for ``norm``.
+        zero_point: as for ``norm``.
     """
     rows = words.new_empty((len(ids), words.shape[1]))
     results, options = _results(
-        rows, bias, words.dtype, rms=rms, total=total, value=value, codes=codes, following=following
+        rows, bias, words.dtype, rms=rms, total=total, value=value, quantized_as=quantized_as, next_scale=next_scale
     )
     kernel: Any = embedding_kernel
     kernel[(len(ids),)](
@@ -269,10 +285,13 @@ def embedding_norm(
             weight,
             bias,
             *results,
-            following,
-            float(point),
+            next_scale,
+            float(zero_point),
             eps,
             words.shape[1],
+            len(words),
+            len(places),
+            0 if kinds is None else len(kinds),
         ),
         HAS_TYPES=kinds is not None,
         **options,
@@ -292,20 +311,20 @@ def _results(
     rms: bool,
     total: bool,
     value: bool,
-    codes: torch.dtype | None,
-    following: Tensor | None,
+    quantized_as: torch.dtype | None,
+    next_scale: Tensor | None,
 ) -> tuple[list[Tensor | None], dict[str, Any]]:
     """Return tensors for the results that are written, and the options of a kernel."""
     results = [torch.empty_like(rows, dtype=dtype) if written else None for written in (total, value)]
-    results.append(None if codes is None else torch.empty_like(rows, dtype=codes))
+    results.append(None if quantized_as is None else torch.empty_like(rows, dtype=quantized_as))
     block = triton.next_power_of_2(rows.shape[1])
     return results, {
         "RMS": rms,
         "HAS_BIAS": bias is not None,
         "WRITES_TOTAL": total,
         "WRITES_VALUE": value,
-        "KIND": "none" if codes is None else KINDS[codes],
-        "BY_COLUMN": following is not None and following.numel() == rows.shape[1],
+        "KIND": "none" if quantized_as is None else KINDS[quantized_as],
+        "BY_COLUMN": next_scale is not None and next_scale.numel() == rows.shape[1],
         "BLOCK": block,
         "num_warps": 4 if block <= _FOUR_WARPS else 8,
     }

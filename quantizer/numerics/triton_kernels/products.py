@@ -1,12 +1,12 @@
 """Linear layers of 8-bit operands as one kernel: product, scales, bias, activation, residual, and 8 bits or floats.
 
-Legend: a [M, K] and w [N, K] the codes of the activation and of the weight, both INT8 or both FP8; s the scale of a; t
+Legend: a [M, K] and w [N, K] the quantized activation and weight, both INT8 or both FP8; s the scale of a; t
 [N] the scales of w; b [N] the bias; r [M, N] the residual.
 
     y = f(s t (a w^T) + b) + r
 
 Sums of INT8 are exact in 32 bits; those of FP8, and everything behind the product, are in float32. y is written in
-half precision, or as the codes of the next operand, with its scale. Products that read the same a, such as q, k and v,
+half precision, or quantized with the scale of the next operand. Products that read the same a, such as q, k and v,
 are one product with several results: their weights are stacked, and result p has rows p N / P to (p + 1) N / P of w.
 """
 
@@ -53,7 +53,7 @@ def product_kernel(
     b_ptr,
     r_ptr,
     next_ptr,
-    point,
+    zero_point,
     s,
     M,
     N,
@@ -114,8 +114,8 @@ def product_kernel(
     if KIND == "float":
         tl.store(y_at, value.to(y_ptr.dtype.element_ty), mask=inside)
     else:
-        following = tl.load(next_ptr + (columns if BY_COLUMN else part), mask=columns < N, other=1.0)
-        tl.store(y_at, quantized(value, following[None, :], point, KIND), mask=inside)
+        next_scale = tl.load(next_ptr + (columns if BY_COLUMN else part), mask=columns < N, other=1.0)
+        tl.store(y_at, quantized(value, next_scale[None, :], zero_point, KIND), mask=inside)
 
 
 def linear(
@@ -125,37 +125,37 @@ def linear(
     scales: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    following: Tensor | None,
+    next_scale: Tensor | None,
     epilogue: Epilogue,
     tile: Tile,
     *,
-    point: int = 0,
+    zero_point: int = 0,
 ) -> Tensor:
     """Return y [P, M, N / P], or [M, N] for one part.
 
     Args:
-        a: codes [M, K], int8 or float8_e4m3fn.
-        w: codes [N, K] of the same type.
+        a: quantized values [M, K], int8 or float8_e4m3fn.
+        w: quantized values [N, K] of the same type.
         scale: the scale of a.
-        scales: those of w, float32 [N].
+        scales: the scales of w, float32 [N].
         bias: [N] or None.
         residual: [M, N] in half precision, for one part; None: there is none.
-        following: the scale of the result of each part, or of each column, if it is quantized: float32 [P] or [N].
-        epilogue: what follows the product.
+        next_scale: one scale per part or per column of a quantized result: float32 [P] or [N].
+        epilogue: the operations after the product.
         tile: the shape of a program's share.
-        point: the zero point of an INT8 result, for all parts.
+        zero_point: the zero point of an INT8 result, for all parts.
     """
     (m, k), n, parts = a.shape, len(w), epilogue.parts
     y = torch.empty((parts, m, n // parts), dtype=epilogue.dtype, device=a.device)
     grid = (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)
     kernel: Any = product_kernel
     kernel[grid](
-        *(a, w, y, scales, bias, residual, following, float(point), scale, m, n, k),
+        *(a, w, y, scales, bias, residual, next_scale, float(zero_point), scale, m, n, k),
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         ACTIVATION=epilogue.activation,
         KIND=epilogue.kind,
-        BY_COLUMN=following is not None and following.numel() == n,
+        BY_COLUMN=next_scale is not None and next_scale.numel() == n,
         PARTS=parts,
         INTEGERS=a.dtype == torch.int8,
         EVEN_K=k % tile.depth == 0,

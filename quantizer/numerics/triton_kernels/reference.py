@@ -1,6 +1,6 @@
 """References of the kernels in operations of torch.
 
-They compute what a CPU runs, and a layer whose kernel does not compile.
+They compute the layers of a CPU, and each layer whose kernel does not compile.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """The activations by name, of float32 values."""
 
 
-def quantized(value: Tensor, scale: Tensor, dtype: torch.dtype, point: int = 0) -> Tensor:
-    """Return the codes of float32 values in int8 or float8_e4m3fn; only INT8 has a zero point."""
+def quantized(value: Tensor, scale: Tensor, dtype: torch.dtype, zero_point: int = 0) -> Tensor:
+    """Return float32 values quantized to int8 or float8_e4m3fn; only INT8 has a zero point."""
     ratio = torch.where(scale == 0, 0.0, value / torch.where(scale == 0, 1.0, scale))
     if dtype == torch.int8:
-        limited = ratio.nan_to_num(0.0, torch.inf, -torch.inf).clamp(INT8.qmin - point, INT8.qmax - point)
-        return (limited.round() + point).to(torch.int8)
+        limited = ratio.nan_to_num(0.0, torch.inf, -torch.inf).clamp(INT8.qmin - zero_point, INT8.qmax - zero_point)
+        return (limited.round() + zero_point).to(torch.int8)
     return ratio.clamp(FP8.qmin, FP8.qmax).to(dtype)
 
 
@@ -49,12 +49,12 @@ def linear(
     scales: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    following: Tensor | None,
+    next_scale: Tensor | None,
     *,
     activation: str = "none",
     dtype: torch.dtype = torch.float16,
     parts: int = 1,
-    point: int = 0,
+    zero_point: int = 0,
 ) -> Tensor:
     """Return y [P, M, N / P], or [M, N] for one part; see ``products.linear``."""
     total = _exact_sums(a, w).float() if a.dtype == torch.int8 else a.float() @ w.float().t()
@@ -65,8 +65,8 @@ def linear(
     if residual is not None:
         value = value + residual.float()
     separate = value.reshape(len(a), parts, -1).transpose(0, 1).contiguous()
-    if following is not None:
-        separate = quantized(separate, following.reshape(parts, 1, -1), dtype, point)
+    if next_scale is not None:
+        separate = quantized(separate, next_scale.reshape(parts, 1, -1), dtype, zero_point)
     result = separate.to(dtype)
     return result[0] if parts == 1 else result
 
@@ -78,13 +78,15 @@ def normed(
     eps: float,
     *,
     rms: bool = False,
-    codes: torch.dtype | None = None,
-    following: Tensor | None = None,
-    point: int = 0,
+    quantized_as: torch.dtype | None = None,
+    next_scale: Tensor | None = None,
+    zero_point: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the norm y of float32 rows h, and its codes; see ``norms``."""
+    """Return the norm y of float32 rows h, and the quantized values of y; see ``norms``."""
     centred = h if rms else h - h.mean(1, keepdim=True)
     value = centred * (1.0 / torch.sqrt(centred.square().mean(1, keepdim=True) + eps)) * weight.float()
     if bias is not None:
         value = value + bias.float()
-    return value, None if codes is None or following is None else quantized(value, following, codes, point)
+    return value, None if quantized_as is None or next_scale is None else quantized(
+        value, next_scale, quantized_as, zero_point
+    )

@@ -65,7 +65,7 @@ class Product:
         rows: the bucket of its number of rows.
         columns: N.
         depth: K.
-        epilogue: what follows it in the kernel, such as ``gelu, int8``.
+        epilogue: the operations after the product in the kernel, such as ``gelu, int8``.
         capability: the compute capability of the GPU, such as ``9.0``.
     """
 
@@ -165,7 +165,7 @@ def _plain(tile: Tile | None) -> Mapping[str, int] | None:
 
 
 def tiles_for(rows: int) -> Iterable[Tile]:
-    """Return the tiles to measure for a number of rows: those that have no more rows than its bucket."""
+    """Return the tiles to measure for a number of rows: all tiles with at most the rows of its bucket."""
     return [tile for tile in TILES if tile.rows <= bucket(rows)]
 
 
