@@ -417,10 +417,14 @@ class _CandidateBuilder:
         engines = {graph: entry.engine for graph, entry in engines_of_graph.items()}
         for graph, engine in graphs.checked_as(engines).items():
             names, references = engine.output_names, self.references[graph]
-            pairs = references.of(expected[graph], names, simulated[graph]), references.of(plain[graph], names)
+            right, of_float = (
+                references.of(expected[graph], names, simulated[graph]),
+                references.of(plain[graph], names),
+            )
             # If a float32 engine computes the same, one batch shows it: its error is far below the bound.
-            is_exact = variant.dtype is None and computed == torch.float32
-            checks = check_engine(engine, *(first_of_sizes(pair) if is_exact else pair for pair in pairs), bound)
+            if variant.dtype is None and computed == torch.float32:
+                right, of_float = first_of_sizes(right), first_of_sizes(of_float)
+            checks = check_engine(engine, right, of_float, bound)
             # Only the timed size, which is the first: at others, texts may be longer than all calibration samples.
             timed += [check for check in checks if check.size == checks[0].size]
             checks_of_graph[graph] = tuple(checks)

@@ -269,7 +269,7 @@ def _digest(batch: Batch, row: int) -> bytes:
     for name, value in rows_at(batch, [row]).items():
         array = value.detach().cpu().contiguous()
         digest.update(f"{name} {array.dtype} {tuple(array.shape)} ".encode())
-        digest.update(array.reshape(-1).view(torch.uint8).numpy())
+        digest.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.digest()
 
 
@@ -708,7 +708,7 @@ def check_batches(feed: Feed, samples: Sequence[Any], shapes: Sequence[tuple[int
         )
     if isinstance(feed.inputs, TextInputs) and (longest := feed.inputs.max_positions) is not None:
         shapes = [(size, min(sequence, longest)) for size, sequence in shapes]
-    result = []
+    result: list[Batch] = []
     has_lengths = _has_lengths(feed, samples, [sequence for _, sequence in shapes])
     for size, sequence in dict.fromkeys((size, sequence if has_lengths else shapes[0][1]) for size, sequence in shapes):
         least = _least(result, sequence if has_lengths else 0) if samples else 1
