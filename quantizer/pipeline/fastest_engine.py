@@ -6,7 +6,7 @@ which takes most of the time of a choice. Whether MatMuls of two activations and
 depends on the good plan, so that a rough plan says less about backends with kernels for them. A backend that shares its
 plan with another backend needs no trial.
 
-A first trial needs no plan at all: the backend runs the file of another backend, and is dropped from 1.5x on. In such a
+A first trial needs no plan at all: the backend runs the file of another backend, and is dropped from 1.3x on. In such a
 file some of its own operations are in float, or it converts more often. For seven models, the time was 0.7 to 1.6 times
 that with a rough plan; at 1.6, for a U-Net, the other backend was far ahead.
 """
@@ -385,7 +385,7 @@ class RoughTrials:
             timed = partial(too_slow, variant.name, rivals=rivals, batches=self._batches)
             trials: list[tuple[str, Callable[[], Engine], float]] = []
             if other is not None:
-                trials.append((f"the file of {other}", partial(self._borrow, static, other), _FAR))
+                trials.append((f"the file of {other}", partial(self._borrow, static, other), SLOW * least / HOPELESS))
             trials.append(("max calibration", partial(self._make, static, calibrated), least))
             self._slow[name] = None
             for what, make, ratio in trials:

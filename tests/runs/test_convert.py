@@ -509,6 +509,7 @@ def test_plain_runtimes_read_the_layouts(place: Place) -> None:
         "model.xml",
         "model.bin",
         "README.md",
+        "tokenizer",
     }
     assert not (served["openvino"] / "onnx").exists()
     assert not (served["onnxruntime"] / "openvino").exists()
