@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -228,32 +228,56 @@ def _time(
         if not engines:
             break
         take, call = partial(times_of, batch=batch, threads=threads), partial(_called, batch)
-        times, broken = timed(engines, partial(take, rounds=1, warmup=1), call)
-        once = undisturbed(times)
-        # One round is enough for an engine that takes a multiple of the fastest one's time.
-        shown = _delivered_floats([replace(correct[name].candidate, milliseconds=(once[name],)) for name in times])
-        limit = _FAR_BEHIND * min(once.values())
-        near = {name: engines[name] for name, taken in once.items() if name in shown or taken <= limit}
-        more, broken_later = timed(near, partial(take, rounds=_FEW_ROUNDS - 1, warmup=0), call)
-        broken |= broken_later
-        times |= {name: [*times[name], *milliseconds] for name, milliseconds in more.items()}
-        spent = sum(sum(milliseconds) for milliseconds in times.values()) / 1000
-        first = undisturbed(times)
-        measured = [replace(correct[name].candidate, milliseconds=(first[name],)) for name in times]
-        fast = {name: engines[name] for name in (times.keys() - slow_ones(measured)) | _delivered_floats(measured)}
-        # At a size that takes seconds, few rounds are enough.
-        if len(fast) > 1 and spent <= _ENOUGH_S:
-            more, broken_later = timed(fast, partial(take, rounds=LATENCY_ROUNDS - _FEW_ROUNDS, warmup=0), call)
-            broken |= broken_later
-            times |= {name: [*times[name], *milliseconds] for name, milliseconds in more.items()}
+        times, broken = _rounds({name: entry.candidate for name, entry in correct.items()}, engines, take, call)
         shapes.append(_shape(batch))
         rejected += [failed(correct.pop(name).candidate, why) for name, why in broken.items()]
         taken = undisturbed(times)
-        for name in times.keys() - broken.keys():
+        for name in times:
             entry = correct[name]
             candidate = replace(entry.candidate, milliseconds=(*entry.candidate.milliseconds, taken[name]))
             correct[name] = replace(entry, candidate=candidate, times=(*entry.times, times[name]))
     return shapes
+
+
+def _rounds(
+    candidates: Mapping[str, Candidate],
+    engines: dict[str, Runnable],
+    take: Callable[..., dict[str, list[float]]],
+    call: Callable[[Runnable], object],
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Return the latencies of the engines that run, the more rounds the nearer to the fastest, and errors by name.
+
+    Args:
+        candidates: the candidates by name.
+        engines: the engines to time.
+        take: returns the latencies of engines in some rounds.
+        call: calls an engine, which raises if it does not run.
+    """
+    times: dict[str, list[float]] = {}
+    broken: dict[str, str] = {}
+
+    def time_more(names: Collection[str], rounds: int, warmup: int = 0) -> list[Candidate]:
+        """Time engines in more rounds, and return the candidates with their latencies so far."""
+        some = {name: engine for name, engine in engines.items() if name in names}
+        taken, failures = timed(some, partial(take, rounds=rounds, warmup=warmup), call)
+        broken.update(failures)
+        times.update({name: [*times.get(name, ()), *milliseconds] for name, milliseconds in taken.items()})
+        for name in failures:
+            times.pop(name, None)
+        so_far = undisturbed(times)
+        return [replace(candidates[name], milliseconds=(so_far[name],)) for name in times]
+
+    # One round is enough for an engine that takes a multiple of the fastest one's time.
+    measured = time_more(engines, 1, warmup=1)
+    limit = _FAR_BEHIND * min(entry.milliseconds[0] for entry in measured)
+    near = {entry.name for entry in measured if entry.milliseconds[0] <= limit}
+    measured = time_more(near | _delivered_floats(measured), _FEW_ROUNDS - 1)
+    spent = sum(map(sum, times.values())) / 1000
+    fast = (times.keys() - slow_ones(measured)) | _delivered_floats(measured)
+    # At a size that takes seconds, few rounds are enough.
+    if len(fast) > 1 and spent <= _ENOUGH_S:
+        time_more(fast, LATENCY_ROUNDS - _FEW_ROUNDS)
+    return times, broken
 
 
 def _delivered_floats(measured: Sequence[Candidate]) -> set[str]:
@@ -438,7 +462,7 @@ class _CandidateBuilder:
             return frozen
         if key not in self._lowered:
             self._lowered[key] = frozen
-            # A failure of torch's kernels is none of this backend.
+            # ``Quantizer.lower`` warns if there is no kernel. A failure of torch's kernels is none of this backend.
             with suppress(*FAILURES):
                 self._lowered[key] = lower(self.quantizers[key].quantize(self._context.model), Lowering())
         return self._lowered[key]

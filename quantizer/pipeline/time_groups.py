@@ -50,8 +50,8 @@ _FEW_ROUNDS, _FEW_SECONDS, _FEW_WARMUP = 3, 2.0, 1
 """The same with its rounds of warmup, if the latency only scales the times of layers."""
 
 _RUNS, _FEW_RUNS, _FEWEST_RUNS, _RUNS_S = 10, 5, 3, 1.0
-"""Number of runs for the median time of a layer, the same where no fallback depends on it, its minimum, and a time
-limit in seconds.
+"""Number of runs for the time of a layer, the same where no fallback depends on it, its minimum, and a time limit in
+seconds.
 """
 
 _MEASUREMENTS, _MEASUREMENTS_S = 2, 5.0
