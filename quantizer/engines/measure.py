@@ -120,6 +120,10 @@ _ENOUGH_WARMUP = 0.1
 """Share of the time limit after which one warmup round is enough: a second call of slow functions is not faster."""
 
 
+_FAR_BEYOND = 2.0
+"""Multiple of the time limit after which one counted round is enough."""
+
+
 def interleaved_latency(
     callables: Mapping[str, Callable[[], object]], rounds: int = 20, warmup: int = 3, seconds: float | None = None
 ) -> dict[str, list[float]]:
@@ -132,8 +136,8 @@ def interleaved_latency(
         callables: functions to time, by name.
         rounds: samples of each.
         warmup: rounds before, not counted.
-        seconds: approximate time limit for all rounds; slow callables get at least 3 rounds after one warmup. None: no
-            limit.
+        seconds: approximate time limit for all rounds; slow callables get at least 3 rounds after one warmup, or one
+            round if two rounds take twice the limit. None: no limit.
 
     Raises:
         EngineError: no callables, or invalid numbers of rounds.
@@ -147,7 +151,7 @@ def interleaved_latency(
     begin = time.perf_counter()
     for index in range(-warmup, rounds):
         spent = 0.0 if seconds is None else (time.perf_counter() - begin) / seconds
-        if index >= _MIN_ROUNDS and spent > 1:
+        if (index >= _MIN_ROUNDS and spent > 1) or (index >= 1 and spent > _FAR_BEYOND):
             break
         if -warmup < index < 0 and spent > _ENOUGH_WARMUP:
             continue

@@ -46,9 +46,11 @@ from quantizer.pipeline.fastest_engine import (
     candidate_line,
     choose,
     failed,
+    far_behind,
     has_float_work,
     named,
     not_built,
+    not_compared,
     quantized_of,
     require_sites,
     rough_engine,
@@ -267,8 +269,11 @@ def _rounds(
         so_far = undisturbed(times)
         return [replace(candidates[name], milliseconds=(so_far[name],)) for name in times]
 
-    # One round is enough for an engine that takes a multiple of the fastest one's time.
-    measured = time_more(engines, 1, warmup=1)
+    # One round is enough for an engine that takes a multiple of the fastest one's time. A long one needs no warmup.
+    measured = time_more(engines, 1)
+    if sum(map(sum, times.values())) < 1000 * _LONG_ROUND_S:
+        times.clear()
+        measured = time_more(engines.keys() - broken.keys(), 1)
     limit = _FAR_BEHIND * min(entry.milliseconds[0] for entry in measured)
     near = {entry.name for entry in measured if entry.milliseconds[0] <= limit}
     measured = time_more(near | _delivered_floats(measured), _FEW_ROUNDS - 1)
@@ -292,8 +297,10 @@ def _delivered_floats(measured: Sequence[Candidate]) -> set[str]:
 _SCORED = 1.1
 """Latency relative to the fastest quantized candidate up to which another one is scored."""
 
-_FEW_ROUNDS, _ENOUGH_S = 3, 10.0
-"""Interleaved rounds that show which candidates are too slow, and the seconds after which no others follow."""
+_FEW_ROUNDS, _ENOUGH_S, _LONG_ROUND_S = 3, 4.0, 1.0
+"""Interleaved rounds that show which candidates are too slow, the seconds after which no others follow, and those of a
+round that is no warmup.
+"""
 
 _FAR_BEHIND = 2.0
 """Latency relative to the fastest candidate from which one round is enough."""
@@ -328,6 +335,7 @@ class _CandidateBuilder:
         self._config = config
         self._calibrated = next(iter(calibrated.values()), None)
         self._scoring = work.scorer
+        self._batches = batches
         self._folder = folder
         self._kept = work.context.resume.engines
         self._scored_rows = work.scored_rows
@@ -357,12 +365,12 @@ class _CandidateBuilder:
                 if why is None:
                     begun.add(variant.backend)
                 try:
-                    why = why or self._too_slow(variant, correct)
-                    if why is None:
+                    hopeless = self._hopeless(variant, candidate, why, correct)
+                    if hopeless is None:
                         correct[variant.name] = self._tried(variant, candidate)
                         candidate = correct[variant.name].candidate
                     else:
-                        candidate = not_built(candidate, why)
+                        candidate = hopeless
                         rejected.append(candidate)
                 except FAILURES as error:
                     candidate = failed(candidate, error)
@@ -508,6 +516,30 @@ class _CandidateBuilder:
         options, more = self._options(variant, graph)
         built = built_once(self._kept, tried_build, variant.backend, onnx, path, options, **more)
         return built, load_engine(variant.backend, built.path, threads=self._config.engine.threads)
+
+    def _hopeless(
+        self, variant: Variant, candidate: Candidate, why: str | None, tried: Mapping[str, _Checked]
+    ) -> Candidate | None:
+        """Return the record of a candidate that cannot win, so that it is not tried further; None if it may.
+
+        ``why`` is a reason that is known before.
+        """
+        if why := why or self._too_slow(variant, tried):
+            return not_built(candidate, why)
+        why = self._far_behind(variant, tried)
+        return None if why is None else not_compared(candidate, why)
+
+    def _far_behind(self, variant: Variant, tried: Mapping[str, _Checked]) -> str | None:
+        """Return why a float engine is too slow to be compared with the model; None if it may be the fastest."""
+        others = {name: entry for name, entry in tried.items() if entry.variant.dtype is None}
+        others = {name: entry for name, entry in others.items() if entry.variant.backend != variant.backend}
+        if variant.dtype is not None or self._graphs.several or not others:
+            return None
+        graph, files = self._graphs.names[0], self._exported(variant)[1]
+        self._begin(variant, files)
+        engine = self._built_for_trial(variant, files[graph], self._place(variant, graph))
+        rivals = {name: entry.made[graph].engine for name, entry in others.items()}
+        return far_behind(variant.name, engine, rivals, self._batches[0])
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Checked]) -> str | None:
         """Return why a backend is too slow to need a plan; None if it needs one, or has one."""

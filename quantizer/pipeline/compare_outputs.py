@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -65,7 +64,7 @@ class OutputCheck:
         proxy_float_db: the SQNR of the reference relative to the float model in dB: the error of quantization itself.
         cosine: the mean cosine similarity to the float model's vectors.
         noise_float_db: the lowest SQNR of the reference with simulated noise of float sums, relative to the float
-            model, in dB. None if it was not needed.
+            model, in dB. Simulations end when they explain the engine's distance. None if none was needed.
     """
 
     batch: int
@@ -176,7 +175,7 @@ _EDGE_TOKENS = 2**11
 _MOST_VALUES = 2**26
 """Maximum number of output values per size; further batches are skipped. Equals 256 MiB per model in float32."""
 _NOISES = 8
-"""Number of simulations of float noise."""
+"""Maximum number of simulations of float noise."""
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Outputs = dict[str, Floats]
@@ -208,14 +207,14 @@ class Reference:
         inputs: the full batch.
         rows: indices of the samples that ran; None for the full batch. Of a large batch, only the first and last run.
         outputs: the outputs of these samples, by name.
-        noisy: computes the outputs with simulated noise of float sums, several times; empty if the model does not
-            round.
+        noisy: the outputs with simulated noise of float sums, several times, computed when they are iterated; empty if
+            the model does not round.
     """
 
     inputs: Batch
     rows: tuple[int, ...] | None
     outputs: Outputs
-    noisy: Callable[[], Sequence[Outputs]] = tuple
+    noisy: Iterable[Outputs] = ()
 
     def of_rows(self, values: Any) -> Any:
         """Select the samples that ran from an output of the full batch."""
@@ -257,7 +256,7 @@ def reference_outputs(
                 outputs = _by_name(model(**part), names)
             if all(value.ndim and len(value) == len(samples) for value in outputs.values()):
                 known |= {sample: (outputs, row) for row, sample in enumerate(samples) if sample not in known}
-        noisy = cache(partial(_noisy, model if simulation is None else simulation, part, names))
+        noisy = _Noisy(model if simulation is None else simulation, part, names)
         references.append(Reference(batch, ends if apart else None, outputs, noisy))
         values[shape] += sum(item.size for item in outputs.values())
     return references
@@ -308,12 +307,27 @@ def first_of_sizes(references: Iterable[Reference]) -> list[Reference]:
     return list(found.values())
 
 
-def _noisy(model: nn.Module, batch: Batch, names: Sequence[str]) -> list[Outputs]:
-    draws = []
-    for seed in range(_NOISES if rounds(model) else 0):
-        with float_noise(model, seed), torch.no_grad(), untouched(model):
-            draws.append(_by_name(model(**batch), names))
-    return draws
+class _Noisy:
+    """A model's outputs for a batch with simulated noise of float sums; each simulation runs once, when it is needed.
+
+    Args:
+        model: the model; nothing is simulated if it does not round.
+        batch: the batch.
+        names: the names of the outputs.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, names: Sequence[str]) -> None:
+        self._model = model
+        self._batch = batch
+        self._names = names
+        self._draws: list[Outputs] = []
+
+    def __iter__(self) -> Iterator[Outputs]:
+        for seed in range(_NOISES if rounds(self._model) else 0):
+            if seed == len(self._draws):
+                with float_noise(self._model, seed), torch.no_grad(), untouched(self._model):
+                    self._draws.append(_by_name(self._model(**self._batch), self._names))
+            yield self._draws[seed]
 
 
 def check_engine(
@@ -420,11 +434,12 @@ def _compared(
         proxy_float_db=_decibels(float_expected, expected),
         cosine=mean_cosine(float_expected, actual),
     )
-    if Tolerance(ALIKE_DB, FURTHER_DB).holds(check):
-        return check
-    draws = zip(*(reference.noisy() for reference, _ in pairs), strict=True)
-    noisy = (_decibels(float_expected, read(value[name] for value in draw)) for draw in draws)
-    return replace(check, noise_float_db=min((value for value in noisy if value is not None), default=None))
+    draws = zip(*(reference.noisy for reference, _ in pairs), strict=True)
+    while not Tolerance(ALIKE_DB, FURTHER_DB).holds(check) and (draw := next(draws, None)) is not None:
+        noisy = _decibels(float_expected, read(value[name] for value in draw))
+        lowest = min((value for value in (check.noise_float_db, noisy) if value is not None), default=None)
+        check = replace(check, noise_float_db=lowest)
+    return check
 
 
 def _place(what: str, check: OutputCheck) -> str:

@@ -236,6 +236,11 @@ def not_built(candidate: Candidate, why: str) -> Candidate:
     return replace(candidate, milliseconds=(), verdict=f"not built: {why}")
 
 
+def not_compared(candidate: Candidate, why: str) -> Candidate:
+    """Return the record of a candidate that was built, but cannot win."""
+    return replace(candidate, milliseconds=(), verdict=f"not compared: {why}")
+
+
 def failed(candidate: Candidate, why: object) -> Candidate:
     """Return the record of a failed candidate."""
     return replace(candidate, milliseconds=(), verdict=f"failed: {why}")
@@ -345,6 +350,11 @@ def quantizer_of(config: RunConfig, calibrated: Calibrated) -> Quantizer:
 _FAR = 1.5
 """Slowdown for backends about which a rough plan says less."""
 
+_FAR_BEHIND, _LONG_S = 2.0, 0.02
+"""Slowdown from which a float engine is not compared with the model, and the seconds of a call from which a comparison
+takes longer than the measurement.
+"""
+
 _ROUNDS, _SECONDS, _WARMUP = 5, 5.0, 1
 """Interleaved rounds of all engines at each size, a time limit in seconds, which reduces the rounds of slow ones, and
 rounds of warmup before.
@@ -357,7 +367,8 @@ class RoughTrials:
     Args:
         borrow: returns the engine of a variant's backend from the file of the quantized engine with this name.
         make: returns the engine of a variant's backend from a rough plan.
-        batches: the batches to time.
+        batches: the batches of a choice. A trial takes the first two, because a third one may be so large that calls
+            take seconds.
     """
 
     def __init__(
@@ -368,7 +379,7 @@ class RoughTrials:
     ) -> None:
         self._borrow = borrow
         self._make = make
-        self._batches = batches
+        self._batches = batches[:2]
         self._slow: dict[str, str | None] = {}
 
     def too_slow(
@@ -442,12 +453,31 @@ def too_slow(
     name: str, engine: Engine, rivals: Mapping[str, Engine], batches: Sequence[Batch], least: float, what: str
 ) -> str | None:
     """Return why an engine that was made with ``what`` cannot be the fastest; None if it may be."""
-    engines, latencies = {**rivals, name: engine}, []
-    for batch in batches:
-        calls = {key: partial(contender, engine_inputs(contender, batch)) for key, contender in engines.items()}
-        latencies.append(undisturbed(interleaved_latency(calls, rounds=_ROUNDS, warmup=_WARMUP, seconds=_SECONDS)))
-    ratios = {key: geometric_mean(times[name] / times[key] for times in latencies) for key in rivals}
-    best = max(rivals, key=lambda key: ratios[key])
-    if ratios[best] < least:
+    latencies = [_seconds({**rivals, name: engine}, batch, _ROUNDS) for batch in batches]
+    best, ratio = _fastest_rival(name, latencies)
+    return None if ratio < least else f"with {what} it takes {text.times(ratio)} the time of {best}"
+
+
+def far_behind(name: str, engine: Engine, rivals: Mapping[str, Engine], batch: Batch) -> str | None:
+    """Return why a float engine cannot be the fastest one, beside compared float engines of other backends; else None.
+
+    A comparison of its outputs would take longer than this measurement.
+    """
+    latencies = _seconds({**rivals, name: engine}, batch, rounds=1)
+    best, ratio = _fastest_rival(name, [latencies])
+    if latencies[name] < _LONG_S or ratio < _FAR_BEHIND:
         return None
-    return f"with {what} it takes {text.times(ratios[best])} the time of {best}"
+    return f"it takes {text.times(ratio)} the time of {best}"
+
+
+def _seconds(engines: Mapping[str, Engine], batch: Batch, rounds: int) -> dict[str, float]:
+    """Return the interleaved latencies of engines on a batch in seconds."""
+    calls = {name: partial(engine, engine_inputs(engine, batch)) for name, engine in engines.items()}
+    return undisturbed(interleaved_latency(calls, rounds=rounds, warmup=_WARMUP, seconds=_SECONDS))
+
+
+def _fastest_rival(name: str, latencies: Sequence[Mapping[str, float]]) -> tuple[str, float]:
+    """Return the fastest other engine, and the latency of an engine relative to it, over all sizes."""
+    ratios = {key: geometric_mean(times[name] / times[key] for times in latencies) for key in latencies[0]}
+    best = max(ratios.keys() - {name}, key=lambda key: ratios[key])
+    return best, ratios[best]

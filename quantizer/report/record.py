@@ -306,7 +306,9 @@ class OutputDistance(Record):
     engine_to_proxy_db: float | None = None
     """SQNR in dB of the engine's output against the proxy's; null: no difference, or the engine did not run."""
     noise_sqnr_db: float | None = None
-    """Lowest SQNR in dB of the proxy's output under noise as large as that of float sums; null: not measured."""
+    """Lowest SQNR in dB of the proxy's output under noise as large as that of float sums; null: not measured.
+
+    Simulations end when they explain the engine's distance."""
     engine: bool
     """Whether the engine ran."""
 

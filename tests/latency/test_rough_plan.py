@@ -135,6 +135,23 @@ def test_the_fastest_of_the_others_counts(taken: list[float], why: str | None, m
     assert not left
 
 
+@pytest.mark.parametrize(
+    ("seconds", "why"),
+    [(0.05, "it takes 2.50x the time of quick"), (0.035, None), (0.005, None)],
+    ids=["far behind", "near", "too short to be worth it"],
+)
+def test_a_float_engine_that_is_far_behind_another_is_not_compared(
+    seconds: float, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"quick": 0.02 if seconds > 0.01 else 0.001, "slow": 0.1, "this": seconds}
+    monkeypatch.setattr(
+        fastest_engine, "interleaved_latency", lambda calls, **_: {name: [times[name]] for name in calls}
+    )
+    monkeypatch.setattr(fastest_engine, "engine_inputs", lambda engine, batch: batch)
+    engine: Any = dict
+    assert fastest_engine.far_behind("this", engine, {"quick": engine, "slow": engine}, {}) == why
+
+
 class _Timed:
     """An engine that takes some time at any size."""
 

@@ -240,5 +240,5 @@ def test_noise_of_sums_is_simulated_beside_integer_kernels() -> None:
     quantizer.calibrate(model, [samples])
     frozen, kernels = quantizer.quantize(model), lower(quantizer.quantize(model), Lowering())
     (found,) = reference_outputs(kernels, [{"input": samples}], ["output_0"], simulation=frozen)
-    draws = [draw["output_0"] for draw in found.noisy()]
+    draws = [draw["output_0"] for draw in found.noisy]
     assert all(not np.array_equal(draws[0], draw) for draw in draws[1:])
