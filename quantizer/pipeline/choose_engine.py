@@ -48,6 +48,7 @@ from quantizer.pipeline.fastest_engine import (
     failed,
     far_behind,
     has_float_work,
+    least_ratio,
     named,
     not_built,
     not_compared,
@@ -380,7 +381,10 @@ class _CandidateBuilder:
         return correct, rejected
 
     def _plan_first(self) -> None:
-        """Begin to build the float engines of the first backend, and make its plan meanwhile."""
+        """Begin to build the float engines of the first backend, make its plan meanwhile, and begin its INT8 engines.
+
+        While these are built, this process compares the float engines with the model.
+        """
         first = next(iter(self._variants), None)
         if first is None or first.dtype is not None or self._graphs.several:
             return
@@ -390,7 +394,8 @@ class _CandidateBuilder:
             # At their own turns, errors are reported.
             with suppress(*FAILURES):
                 self._begin(first, self._exported(first)[1])
-                self._proxy(static)
+                self._begin(static, self._exported(static)[1])
+                self._begin_trial(static)
 
     def scored(self, choice: EngineChoice, correct: Mapping[str, _Checked]) -> EngineChoice:
         """Return a choice with the scores of the fast quantized candidates; float engines are only compared."""
@@ -551,10 +556,26 @@ class _CandidateBuilder:
         planned = {backend for backend, dynamic in self._frozen if not dynamic}
         return self._trials.too_slow(variant, self._calibrated, rivals, planned)
 
+    def _begin_trial(self, planned: Variant) -> None:
+        """Begin to build the first trial of the next backend, from the file of a variant that has a plan."""
+        others = (variant for variant in self._variants if variant.backend != planned.backend)
+        following = next((variant for variant in others if variant.dtype is not None and not variant.dynamic), None)
+        assert self._calibrated is not None
+        if following is None or self._is_never_faster(following.backend):
+            return
+        if least_ratio(self._calibrated.config, following.backend, {planned.backend}) is not None:
+            (graph,), (file,) = self._graphs.names, self._exported(planned)[1].values()
+            options, more = self._options(following, graph)
+            begin_once(self._kept, following.backend, file, self._borrowed_file(following), options, **more)
+
     def _borrowed(self, variant: Variant, other: str) -> Engine:
         (owner,) = (owner for owner in self._variants if owner.name == other)
         (file,) = self._exported(owner)[1].values()
-        return self._built_for_trial(variant, file, self._folder / f"{variant.backend}-borrowed.engine")
+        return self._built_for_trial(variant, file, self._borrowed_file(variant))
+
+    def _borrowed_file(self, variant: Variant) -> Path:
+        """Return the engine file of a backend's first trial."""
+        return self._folder / f"{variant.backend}-borrowed.engine"
 
     def _built_for_trial(self, variant: Variant, onnx: Path, path: Path) -> Engine:
         (graph,) = self._graphs.names
