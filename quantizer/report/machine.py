@@ -10,7 +10,7 @@ from importlib import metadata
 
 from quantizer import __version__
 from quantizer.plan.targets import profile, profiles
-from quantizer.utils.cpu import cpu_info, cpu_instructions
+from quantizer.utils.cpu import cpu_info, cpu_instructions, usable_cores
 
 PACKAGES = (
     "torch",
@@ -57,17 +57,11 @@ def collect_machine() -> dict[str, str | int | float | None]:
     return {
         "cpu": cpu_info().get("model name") or platform.processor() or platform.machine(),
         "instructions": ", ".join(cpu_instructions()) or None,
-        "cores": _usable_cores(),
+        "cores": usable_cores(),
         "memory_gib": _memory_gib(),
         "os": platform.platform(),
         "python": platform.python_version(),
     }
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _memory_gib() -> float | None:

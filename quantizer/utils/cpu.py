@@ -7,6 +7,7 @@ rights of the process when it is loaded.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import zipfile
 from collections.abc import Iterable
@@ -51,6 +52,13 @@ def cpu_flags() -> set[str]:
     """Return the names of the CPU's instruction sets as /proc/cpuinfo spells them; empty on other systems."""
     info = cpu_info()
     return set(info.get("flags", info.get("features", "")).split())
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def has_vnni() -> bool:

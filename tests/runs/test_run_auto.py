@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from quantizer.engines import BuildOptions, BuildResult, PeakMemory, for_this_cp
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
 from quantizer.errors import EngineError
-from quantizer.pipeline import load
+from quantizer.pipeline import load, stages
 from quantizer.pipeline.time_groups import Timing
 from quantizer.report import read_record
 from quantizer.report.record import Candidate
@@ -300,6 +301,34 @@ def test_slow_candidates_are_timed_in_few_rounds(
     assert {name: entry.candidate.milliseconds for name, entry in correct.items()} == {
         name: (time,) for name, time in times.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("cores", "before", "among", "inside"),
+    [(8, 8, (), 7), (8, 4, (), 4), (1, 1, (), 1), (8, 8, None, 8)],
+    ids=["all cores", "the user set fewer", "one core", "no choice"],
+)
+def test_a_choice_leaves_one_core_to_the_builds(
+    cores: int, before: int, among: tuple[str, ...] | None, inside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, set_to = before, list[int]()
+
+    def take(count: int) -> None:
+        nonlocal threads
+        threads = count
+
+    monkeypatch.setattr(stages.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(stages.torch, "set_num_threads", take)
+    monkeypatch.setattr(stages, "usable_cores", lambda: cores)
+    monkeypatch.setattr(stages, "trial_process", lambda _: nullcontext())
+    one = stages.Stage(lambda _: set_to.append(threads), lambda _: iter(()))
+    monkeypatch.setattr(stages, "TOGETHER", (one,))
+    monkeypatch.setattr(stages, "ALONE", (one,))
+    monkeypatch.setattr(stages, "report", lambda _: None)
+    job: Any = SimpleNamespace(config=SimpleNamespace(quantize=True), among=among)
+    stages.carry_out(job)
+    assert set_to == [inside, before]
+    assert threads == before
 
 
 def test_in_a_notebook_it_is_an_engine_for_this_cpu() -> None:
