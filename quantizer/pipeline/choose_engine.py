@@ -121,6 +121,26 @@ class _Checked:
     times: tuple[Sequence[float], ...] = ()
 
 
+class _Budget:
+    """The time that a choice may take; it begins with the choice.
+
+    Args:
+        seconds: the time in seconds; None: no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._began = time.perf_counter()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over."""
+        return self._seconds is not None and time.perf_counter() - self._began > self._seconds
+
+    def __str__(self) -> str:
+        return f"the time budget of {self._seconds:g} s was over"
+
+
 def chooses(config: RunConfig) -> bool:
     """Return whether a run chooses its engine: with ``auto``, unless there is a GPU and no backend is named."""
     settings = config.quantizer
@@ -172,12 +192,17 @@ def pick_backend(
     context, (_, missing) = work.context, cpu_candidates(candidates)
     variants = variants_of(config, candidates)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
-        batches = batches_of_shapes(context, compared_shapes(config), samples)
+        batches, budget = (
+            batches_of_shapes(context, compared_shapes(config), samples),
+            _Budget(config.engine.time_budget),
+        )
         maker = _CandidateBuilder(
-            work, config, calibrated, batches, samples, Path(scratch), variants, named=bool(candidates)
+            work, config, calibrated, batches, samples, Path(scratch), variants, budget, named=bool(candidates)
         )
         correct, rejected = maker.all()
-        shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs)
+        shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs, budget)
+        if len(shapes) < len(batches):
+            context.timer.tell(f"not timed at {' and '.join(map(_shape, batches[len(shapes) :]))}: {budget}")
         all_candidates = [*(entry.candidate for entry in correct.values()), *rejected]
         choice = choose(all_candidates, shapes, missing, maker.float_work())
         choice = bound(choice, lambda candidate: _inspected(context, config, correct[candidate.name]))
@@ -215,8 +240,9 @@ def _time(
     batches: Sequence[Batch],
     threads: int,
     graphs: Graphs,
+    budget: _Budget,
 ) -> list[str]:
-    """Time the candidates at each size, and return the names of the sizes.
+    """Time the candidates at each size, and return the names of the sizes; without time left, at the first two.
 
     Candidates that fail are moved to ``rejected``. At each size, one round and then a few show which candidates
     are too slow to win; if several are left, these are timed in all rounds. Candidates that are too slow are skipped at
@@ -228,7 +254,7 @@ def _time(
         records = [entry.candidate for entry in correct.values()]
         skipped = slow_ones(records) if 1 < place == len(batches) and values[-1] == max(values) else set()
         engines = {name: graphs.timed(entry.runs) for name, entry in correct.items() if name not in skipped}
-        if not engines:
+        if not engines or (place > _ALWAYS_TIMED and budget.is_over):
             break
         take, call = partial(times_of, batch=batch, threads=threads), partial(_called, batch)
         times, broken = _rounds({name: entry.candidate for name, entry in correct.items()}, engines, take, call)
@@ -295,6 +321,9 @@ def _delivered_floats(measured: Sequence[Candidate]) -> set[str]:
     return {entry.name for entry in (*floats[:1], *same[:1])}
 
 
+_ALWAYS_TIMED = 2
+"""Number of sizes that are timed although the time budget is over."""
+
 _SCORED = 1.1
 """Latency relative to the fastest quantized candidate up to which another one is scored."""
 
@@ -324,9 +353,11 @@ class _CandidateBuilder:
         samples: Sequence[Any],
         folder: Path,
         variants: Sequence[Variant],
+        budget: _Budget,
         *,
         named: bool,
     ) -> None:
+        self._budget = budget
         self.quantizers = dict(calibrated)
         self._named_by_user = named
         self._variants = variants
@@ -354,7 +385,7 @@ class _CandidateBuilder:
         rejected: list[Candidate] = []
         fallback = self._config.fallback
         budget = fallback is not None and fallback.max_drop is not None
-        names, begun, began = [variant.name for variant in self._variants], set[str](), time.perf_counter()
+        names, begun = [variant.name for variant in self._variants], set[str]()
         self._plan_first()
         with counted(self._variants, "candidates", unit="engine", note=named) as steps:
             for variant in steps:
@@ -362,7 +393,7 @@ class _CandidateBuilder:
                 if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in correct:
                     rejected.append(not_built(candidate, NO_FASTER))
                     continue
-                why = None if variant.backend in begun else self._not_begun(variant.backend, start - began, correct)
+                why = None if variant.backend in begun else self._not_begun(variant.backend, correct)
                 if why is None:
                     begun.add(variant.backend)
                 try:
@@ -411,15 +442,13 @@ class _CandidateBuilder:
         """Return the backends whose quantized engines have multiply-adds in floating point."""
         return {backend for backend, dynamic in self._frozen if has_float_work(self.quantizers[backend, dynamic])}
 
-    def _not_begun(self, backend: str, seconds: float, correct: Mapping[str, _Checked]) -> str | None:
+    def _not_begun(self, backend: str, correct: Mapping[str, _Checked]) -> str | None:
         """Return why a backend is not tried, if an engine of the right format exists; None if it is tried."""
-        budget, quantize = self._config.engine.time_budget, self._config.quantize
-        if not any((entry.variant.dtype is not None) == quantize for entry in correct.values()):
+        if not any((entry.variant.dtype is not None) == self._config.quantize for entry in correct.values()):
             return None
         if self._is_never_faster(backend):
             return NEVER_FASTER
-        is_over = budget is not None and seconds > budget
-        return f"the time budget of {budget:g} s was over" if is_over else None
+        return str(self._budget) if self._budget.is_over else None
 
     def _is_never_faster(self, backend: str) -> bool:
         return has_vnni() and profile(backend).library == "torch" and not self._named_by_user

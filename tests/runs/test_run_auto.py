@@ -293,7 +293,7 @@ def test_slow_candidates_are_timed_in_few_rounds(
         variant = Variant(backend=backend, dtype=None if form == "float32" else form)
         correct[name] = pick._Checked(variant, Candidate(backend=backend, format=form), {}, lambda _: {}, {})
     graphs: Any = SimpleNamespace(timed=lambda _: torch.nn.Identity())
-    shapes = pick._time(correct, [], [{"x": torch.zeros(4, 3)}], 1, graphs)
+    shapes = pick._time(correct, [], [{"x": torch.zeros(4, 3)}], 1, graphs, pick._Budget(None))
     assert shapes == ["batch 4"]
     # A round of a second needs no warmup. One is enough for "b float32", which takes three times as long as the best.
     rounds = [(1, {*times})] * (1 if long > 100 else 2) + [(2, {*times} - {"b float32"})]
@@ -301,6 +301,19 @@ def test_slow_candidates_are_timed_in_few_rounds(
     assert {name: entry.candidate.milliseconds for name, entry in correct.items()} == {
         name: (time,) for name, time in times.items()
     }
+
+
+@pytest.mark.parametrize(("seconds", "timed"), [(None, 3), (0.0, 2), (60.0, 3)])
+def test_after_the_time_budget_no_third_size_is_timed(
+    seconds: float | None, timed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_measure, "interleaved_latency", lambda calls, **_: {name: [0.002] for name in calls})
+    candidate = Candidate(backend="a", format="int8")
+    correct = {"a int8": pick._Checked(Variant(backend="a", dtype="int8"), candidate, {}, lambda _: {}, {})}
+    graphs: Any = SimpleNamespace(timed=lambda _: torch.nn.Identity())
+    batches = [{"x": torch.zeros(rows, 3)} for rows in (4, 1, 9)]
+    assert len(pick._time(correct, [], batches, 1, graphs, pick._Budget(seconds))) == timed
+    assert len(correct["a int8"].candidate.milliseconds) == timed
 
 
 @pytest.mark.parametrize(
