@@ -125,8 +125,8 @@ class EngineConfig(Section):
     time_budget: float | None = Field(
         default=60.0,
         ge=0,
-        description="Seconds after which backend 'auto' tries no further backend, if it has a correct engine, and times "
-        "no third size. null: no limit.",
+        description="Seconds after which backend 'auto' tries no further backend, if it has a correct engine, and "
+        "times no third size. null: no limit.",
     )
 
 

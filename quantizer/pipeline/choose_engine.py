@@ -17,7 +17,7 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, inspect_engine, load_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates
-from quantizer.engines.measure import finish_trials, tried_build, undisturbed
+from quantizer.engines.measure import finish_trials, is_disturbed, tried_build, undisturbed
 from quantizer.export.qdq.onnx_file import output_names
 from quantizer.pipeline.benchmark import (
     LATENCY_ROUNDS,
@@ -296,20 +296,35 @@ def _rounds(
         so_far = undisturbed(times)
         return [replace(candidates[name], milliseconds=(so_far[name],)) for name in times]
 
+    def spent() -> float:
+        """Return the time of all rounds so far in seconds."""
+        return sum(map(sum, times.values())) / 1000
+
     # One round is enough for an engine that takes a multiple of the fastest one's time. A long one needs no warmup.
     measured = time_more(engines, 1)
-    if sum(map(sum, times.values())) < 1000 * _LONG_ROUND_S:
+    round_s = spent()
+    if round_s < _LONG_ROUND_S:
         times.clear()
-        measured = time_more(engines.keys() - broken.keys(), 1)
+        measured = time_more(engines.keys() - broken.keys(), _rounds_in(_SHORT_S, round_s, 1, _FEW_ROUNDS))
     limit = _FAR_BEHIND * min(entry.milliseconds[0] for entry in measured)
-    near = {entry.name for entry in measured if entry.milliseconds[0] <= limit}
-    measured = time_more(near | _delivered_floats(measured), _FEW_ROUNDS - 1)
-    spent = sum(map(sum, times.values())) / 1000
+    near = {entry.name for entry in measured if entry.milliseconds[0] <= limit} | _delivered_floats(measured)
+    measured = time_more(near, _FEW_ROUNDS - 1)
+    more = LATENCY_ROUNDS - _FEW_ROUNDS
+    # Beside other work, a few rounds show too little.
+    if is_disturbed({name: times[name] for name in near & times.keys()}) and spent() <= _ENOUGH_S:
+        measured = time_more(near, more)
     fast = (times.keys() - slow_ones(measured)) | _delivered_floats(measured)
     # At a size that takes seconds, few rounds are enough.
-    if len(fast) > 1 and spent <= _ENOUGH_S:
-        time_more(fast, LATENCY_ROUNDS - _FEW_ROUNDS)
+    if len(fast) > 1 and spent() <= _ENOUGH_S:
+        samples = {name: times[name] for name in fast}
+        seconds = _ENOUGH_S if is_disturbed(samples) else _SHORT_S
+        time_more(fast, _rounds_in(seconds, sum(undisturbed(samples).values()) / 1000, more, _MOST_ROUNDS))
     return times, broken
+
+
+def _rounds_in(seconds: float, round_s: float, least: int, most: int) -> int:
+    """Return how many rounds of this length take these seconds, within limits."""
+    return max(least, min(most, int(seconds / max(round_s, 1e-9))))
 
 
 def _delivered_floats(measured: Sequence[Candidate]) -> set[str]:
@@ -332,8 +347,16 @@ _FEW_ROUNDS, _ENOUGH_S, _LONG_ROUND_S = 3, 4.0, 1.0
 round that is no warmup.
 """
 
-_FAR_BEHIND = 2.0
-"""Latency relative to the fastest candidate from which one round is enough."""
+_SHORT_S, _MOST_ROUNDS = 0.3, 100
+"""The seconds that short calls are timed, because a disturbance may last longer than a few of them, and the most rounds
+for that.
+"""
+
+_FAR_BEHIND = 3.0
+"""Latency relative to the fastest candidate from which one round is enough.
+
+Beside other work, a call may take twice its time.
+"""
 
 
 def _shape(batch: Batch) -> str:

@@ -30,7 +30,7 @@ from quantizer.config import QuantizerConfig, RunConfig
 from quantizer.config.layouts import needs_static
 from quantizer.engines import Engine, Inspection, interleaved_latency
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
-from quantizer.engines.measure import undisturbed
+from quantizer.engines.measure import is_disturbed, undisturbed
 from quantizer.errors import EngineError, LostRankError, QuantizerError
 from quantizer.pipeline.context import engine_inputs
 from quantizer.plan.targets import profile
@@ -355,9 +355,9 @@ _FAR_BEHIND, _LONG_S = 2.0, 0.02
 takes longer than the measurement.
 """
 
-_ROUNDS, _SECONDS, _WARMUP = 5, 5.0, 1
-"""Interleaved rounds of all engines at each size, a time limit in seconds, which reduces the rounds of slow ones, and
-rounds of warmup before.
+_ROUNDS, _DISTURBED_ROUNDS, _SECONDS, _WARMUP = 5, 20, 5.0, 1
+"""Interleaved rounds of all engines at each size, further rounds if other work disturbs these, a time limit in seconds,
+which reduces the rounds of slow ones, and rounds of warmup before.
 """
 
 
@@ -473,7 +473,11 @@ def far_behind(name: str, engine: Engine, rivals: Mapping[str, Engine], batch: B
 def _seconds(engines: Mapping[str, Engine], batch: Batch, rounds: int) -> dict[str, float]:
     """Return the interleaved latencies of engines on a batch in seconds."""
     calls = {name: partial(engine, engine_inputs(engine, batch)) for name, engine in engines.items()}
-    return undisturbed(interleaved_latency(calls, rounds=rounds, warmup=_WARMUP, seconds=_SECONDS))
+    samples = interleaved_latency(calls, rounds=rounds, warmup=_WARMUP, seconds=_SECONDS)
+    if is_disturbed(samples):
+        more = interleaved_latency(calls, rounds=_DISTURBED_ROUNDS, warmup=0, seconds=_SECONDS)
+        samples = {name: [*values, *more[name]] for name, values in samples.items()}
+    return undisturbed(samples)
 
 
 def _fastest_rival(name: str, latencies: Sequence[Mapping[str, float]]) -> tuple[str, float]:

@@ -291,8 +291,8 @@ def quantize_model(
         threads: the number of CPU threads of an engine.
         optimize_for: the sizes at which engines are compared: one sample for ``latency``, the first batch for
             ``throughput``, or ``both``.
-        time_budget: the seconds after which no further backend is tried, if there is a correct engine, and no third size
-            is timed; None: no limit.
+        time_budget: the seconds after which no further backend is tried, if there is a correct engine, and no third
+            size is timed; None: no limit.
         progress: print the stages to stderr; None: at once in a terminal, elsewhere after 10 seconds.
         fallback: the groups to keep in float, as the ``fallback`` section of a run: ``{"max_drop": 0.01}`` in units of
             the score, or ``{"names": ["head"]}``. Unlike ``exclude``, it keeps groups in float that were calibrated, so

@@ -43,7 +43,7 @@ _LEAST = 0.01
 def print_choice(choice: EngineChoice, console: Console) -> None:
     """Print the chosen engine, and all candidates in a table."""
     print_lines([choice.headline], console, first="", style="bold")
-    legend = "median latency in ms, engines interleaved; SQNR of the outputs against the float model"
+    legend = "shortest latency in ms, engines interleaved; SQNR of the outputs against the float model"
     scored = any(candidate.score_difference is not None for candidate in choice.candidates)
     legend += "; score difference: score minus float score" if scored else ""
     print_lines([legend], console, first="")

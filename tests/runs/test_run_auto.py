@@ -271,14 +271,14 @@ def test_engines_are_compared_at_the_sizes_of_the_goal(
 
 
 @pytest.mark.parametrize(
-    ("second", "long", "again"),
-    [(1.25, 1, {"a int8", "b int8"}), (1.35, 1, {"a int8"}), (1.35, 130, {"a int8"}), (1.35, 400, None)],
+    ("second", "long", "again", "rounds"),
+    [(1.25, 1, {"a int8", "b int8"}, 70), (1.35, 1, {"a int8"}, 100), (1.35, 130, {"a int8"}, 8), (1.35, 400, None, 0)],
 )
 def test_slow_candidates_are_timed_in_few_rounds(
-    second: float, long: float, again: set[str] | None, monkeypatch: pytest.MonkeyPatch
+    second: float, long: float, again: set[str] | None, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All rounds are for those that may win, and for the float engine that is delivered beside."""
-    times = {"a float32": 2.0, "b float32": 3.0, "a int8": 1.0, "b int8": second, "c int8": 1.4}
+    times = {"a float32": 2.0, "b float32": 3.1, "a int8": 1.0, "b int8": second, "c int8": 1.4}
     times = {name: long * time for name, time in times.items()}
     asked: list[tuple[int, set[str]]] = []
 
@@ -295,11 +295,39 @@ def test_slow_candidates_are_timed_in_few_rounds(
     graphs: Any = SimpleNamespace(timed=lambda _: torch.nn.Identity())
     shapes = pick._time(correct, [], [{"x": torch.zeros(4, 3)}], 1, graphs, pick._Budget(None))
     assert shapes == ["batch 4"]
-    # A round of a second needs no warmup. One is enough for "b float32", which takes three times as long as the best.
-    rounds = [(1, {*times})] * (1 if long > 100 else 2) + [(2, {*times} - {"b float32"})]
-    assert asked == rounds + ([] if again is None else [(8, {*again, "a float32"})])
+    # A round of a second needs no warmup. It is enough for "b float32", which takes three times as long as the best.
+    first = [(1, {*times}), *([(3, {*times})] if long < 100 else []), (2, {*times} - {"b float32"})]
+    # Short calls get more rounds, up to 0.3 s.
+    assert asked == first + ([] if again is None else [(rounds, {*again, "a float32"})])
     assert {name: entry.candidate.milliseconds for name, entry in correct.items()} == {
         name: (time,) for name, time in times.items()
+    }
+
+
+def test_other_work_in_the_first_rounds_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faster engine takes twice its time until the eighth round."""
+    turns = dict.fromkeys(("a int8", "b int8"), 0)
+
+    def taken(calls: Mapping[str, Any], *, rounds: int, **_: float) -> dict[str, list[float]]:
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for name in calls:
+            for turn in range(turns[name], turns[name] + rounds):
+                samples[name].append(0.060 if name == "b int8" else 0.050 if turn >= 8 else 0.1 + 0.03 * (turn % 2))
+            turns[name] += rounds
+        return samples
+
+    monkeypatch.setattr(run_measure, "interleaved_latency", taken)
+    correct = {
+        name: pick._Checked(
+            Variant(backend=name[0], dtype="int8"), Candidate(backend=name[0], format="int8"), {}, lambda _: {}, {}
+        )
+        for name in turns
+    }
+    graphs: Any = SimpleNamespace(timed=lambda _: torch.nn.Identity())
+    pick._time(correct, [], [{"x": torch.zeros(4, 3)}], 1, graphs, pick._Budget(None))
+    assert {name: entry.candidate.milliseconds for name, entry in correct.items()} == {
+        "a int8": (50.0,),
+        "b int8": (60.0,),
     }
 
 
