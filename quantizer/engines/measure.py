@@ -124,7 +124,12 @@ _FAR_BEYOND = 2.0
 
 
 def interleaved_latency(
-    callables: Mapping[str, Callable[[], object]], rounds: int = 20, warmup: int = 3, seconds: float | None = None
+    callables: Mapping[str, Callable[[], object]],
+    rounds: int = 20,
+    warmup: int = 3,
+    seconds: float | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Return the seconds of each call by callable; sample i of all callables is from round i.
 
@@ -137,6 +142,7 @@ def interleaved_latency(
         warmup: rounds before, not counted.
         seconds: approximate time limit for all rounds; slow callables get at least 3 rounds after one warmup, or one
             round if two rounds take twice the limit. None: no limit.
+        clock: returns seconds. ``time.process_time`` does not count the time that callables wait for other processes.
 
     Raises:
         EngineError: no callables, or invalid numbers of rounds.
@@ -156,9 +162,9 @@ def interleaved_latency(
             continue
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            started = time.perf_counter()
+            started = clock()
             callables[name]()
-            elapsed = time.perf_counter() - started
+            elapsed = clock() - started
             if index >= 0:
                 samples[name].append(elapsed)
     return samples
@@ -172,8 +178,8 @@ def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def undisturbed(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the shortest of each list of samples, because other work only adds time.
 
-    Beside a process that kept both cores busy, the medians and lower quartiles of equal engines differed by up to 2x in
-    100 rounds, their shortest times by 8%.
+    Beside a process that kept both cores busy, the lower quartiles of equal engines differed by up to 2x in 100 rounds,
+    their shortest times by 8%.
     """
     return {name: min(values) for name, values in samples.items()}
 

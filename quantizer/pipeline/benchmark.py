@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -148,14 +149,23 @@ def measure_latency(
 
 
 def times_of(
-    models: Mapping[str, Runnable], batch: Batch, threads: int, *, rounds: int = LATENCY_ROUNDS, warmup: int = 3
+    models: Mapping[str, Runnable],
+    batch: Batch,
+    threads: int,
+    *,
+    rounds: int = LATENCY_ROUNDS,
+    warmup: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return interleaved latencies in ms of models and engines on one batch, all with the same number of threads."""
+    """Return interleaved latencies in ms of models and engines on one batch, all with the same number of threads.
+
+    For ``clock`` see ``interleaved_latency``.
+    """
     calls = {name: _call(model, batch) for name, model in models.items()}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        seconds = interleaved_latency(calls, rounds=rounds, warmup=warmup, seconds=_LATENCY_SECONDS)
+        seconds = interleaved_latency(calls, rounds=rounds, warmup=warmup, seconds=_LATENCY_SECONDS, clock=clock)
     finally:
         torch.set_num_threads(before)
     return {name: [1000 * duration for duration in durations] for name, durations in seconds.items()}

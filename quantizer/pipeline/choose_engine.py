@@ -257,69 +257,96 @@ def _time(
         if not engines or (place > _ALWAYS_TIMED and budget.is_over):
             break
         take, call = partial(times_of, batch=batch, threads=threads), partial(_called, batch)
-        times, broken = _rounds({name: entry.candidate for name, entry in correct.items()}, engines, take, call)
+        race = _Race({name: entry.candidate for name, entry in correct.items()}, engines, take, call)
+        # Several threads share the work, so that their processor time is not the latency.
+        race.run(time.process_time if threads == 1 else time.perf_counter)
         shapes.append(_shape(batch))
-        rejected += [failed(correct.pop(name).candidate, why) for name, why in broken.items()]
-        taken = undisturbed(times)
-        for name in times:
+        rejected += [failed(correct.pop(name).candidate, why) for name, why in race.broken.items()]
+        for name, taken in race.times.items():
             entry = correct[name]
-            candidate = replace(entry.candidate, milliseconds=(*entry.candidate.milliseconds, taken[name]))
-            correct[name] = replace(entry, candidate=candidate, times=(*entry.times, times[name]))
+            candidate = replace(entry.candidate, milliseconds=(*entry.candidate.milliseconds, race.shortest[name]))
+            correct[name] = replace(entry, candidate=candidate, times=(*entry.times, taken))
     return shapes
 
 
-def _rounds(
-    candidates: Mapping[str, Candidate],
-    engines: dict[str, Runnable],
-    take: Callable[..., dict[str, list[float]]],
-    call: Callable[[Runnable], object],
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return the latencies of the engines that run, the more rounds the nearer to the fastest, and errors by name.
+class _Race:
+    """Interleaved rounds of engines on one batch.
 
     Args:
         candidates: the candidates by name.
         engines: the engines to time.
-        take: returns the latencies of engines in some rounds.
+        take: returns the latencies of engines in some rounds, in milliseconds.
         call: calls an engine, which raises if it does not run.
+
+    Attributes:
+        times: the latencies of the engines that run.
+        shortest: the shortest time of each of them. Beside other work, that is processor time.
+        broken: the errors of the others.
     """
-    times: dict[str, list[float]] = {}
-    broken: dict[str, str] = {}
 
-    def time_more(names: Collection[str], rounds: int, warmup: int = 0) -> list[Candidate]:
-        """Time engines in more rounds, and return the candidates with their latencies so far."""
-        some = {name: engine for name, engine in engines.items() if name in names}
-        taken, failures = timed(some, partial(take, rounds=rounds, warmup=warmup), call)
-        broken.update(failures)
-        times.update({name: [*times.get(name, ()), *milliseconds] for name, milliseconds in taken.items()})
+    def __init__(
+        self,
+        candidates: Mapping[str, Candidate],
+        engines: dict[str, Runnable],
+        take: Callable[..., dict[str, list[float]]],
+        call: Callable[[Runnable], object],
+    ) -> None:
+        self._candidates = candidates
+        self._engines = engines
+        self._take = take
+        self._call = call
+        self.times: dict[str, list[float]] = {}
+        self.shortest: dict[str, float] = {}
+        self.broken: dict[str, str] = {}
+
+    def run(self, other_clock: Callable[[], float]) -> None:
+        """Time the engines, in the more rounds the nearer they are to the fastest; beside other work also by a clock
+        that does not count it.
+        """
+        # One round is enough for an engine that takes a multiple of the fastest one's time. A long one needs no warmup.
+        measured = self._add(self._engines, 1)
+        if (round_s := self._spent()) < _LONG_ROUND_S:
+            self.times.clear()
+            self.shortest.clear()
+            measured = self._add(self._engines, _rounds_in(_SHORT_S, round_s, 1, _FEW_ROUNDS))
+        limit = _FAR_BEHIND * min(entry.milliseconds[0] for entry in measured)
+        near = {entry.name for entry in measured if entry.milliseconds[0] <= limit} | _delivered_floats(measured)
+        measured = self._add(near, _FEW_ROUNDS - 1)
+        more = LATENCY_ROUNDS - _FEW_ROUNDS
+        disturbed = is_disturbed({name: self.times[name] for name in near & self.times.keys()})
+        # At a size that takes seconds, few rounds are enough.
+        if disturbed and self._spent() <= _ENOUGH_S:
+            measured = self._add(near, more, other_clock)
+        fast = (self.times.keys() - slow_ones(measured)) | _delivered_floats(measured)
+        if len(fast) > 1 and self._spent() <= _ENOUGH_S:
+            round_s = sum(self.shortest[name] for name in fast) / 1000
+            rounds = _rounds_in(_SHORT_S, round_s, more, _MOST_ROUNDS)
+            self._add(fast, rounds)
+            if disturbed:
+                self._add(fast, rounds, other_clock)
+
+    def _add(
+        self, names: Collection[str], rounds: int, clock: Callable[[], float] = time.perf_counter
+    ) -> list[Candidate]:
+        """Time engines in more rounds, and return the candidates with their shortest times so far."""
+        some = {name: one for name, one in self._engines.items() if name in names and name not in self.broken}
+        taken, failures = timed(some, partial(self._take, rounds=rounds, warmup=0, clock=clock), self._call)
+        self.broken.update(failures)
+        for name, least in undisturbed(taken).items():
+            self.shortest[name] = min(least, self.shortest.get(name, least))
+            if clock is time.perf_counter:
+                self.times[name] = [*self.times.get(name, ()), *taken[name]]
         for name in failures:
-            times.pop(name, None)
-        so_far = undisturbed(times)
-        return [replace(candidates[name], milliseconds=(so_far[name],)) for name in times]
+            self.times.pop(name, None)
+            self.shortest.pop(name, None)
+        return [
+            replace(self._candidates[name], milliseconds=(milliseconds,))
+            for name, milliseconds in self.shortest.items()
+        ]
 
-    def spent() -> float:
+    def _spent(self) -> float:
         """Return the time of all rounds so far in seconds."""
-        return sum(map(sum, times.values())) / 1000
-
-    # One round is enough for an engine that takes a multiple of the fastest one's time. A long one needs no warmup.
-    measured = time_more(engines, 1)
-    round_s = spent()
-    if round_s < _LONG_ROUND_S:
-        times.clear()
-        measured = time_more(engines.keys() - broken.keys(), _rounds_in(_SHORT_S, round_s, 1, _FEW_ROUNDS))
-    limit = _FAR_BEHIND * min(entry.milliseconds[0] for entry in measured)
-    near = {entry.name for entry in measured if entry.milliseconds[0] <= limit} | _delivered_floats(measured)
-    measured = time_more(near, _FEW_ROUNDS - 1)
-    more = LATENCY_ROUNDS - _FEW_ROUNDS
-    # Beside other work, a few rounds show too little.
-    if is_disturbed({name: times[name] for name in near & times.keys()}) and spent() <= _ENOUGH_S:
-        measured = time_more(near, more)
-    fast = (times.keys() - slow_ones(measured)) | _delivered_floats(measured)
-    # At a size that takes seconds, few rounds are enough.
-    if len(fast) > 1 and spent() <= _ENOUGH_S:
-        samples = {name: times[name] for name in fast}
-        seconds = _ENOUGH_S if is_disturbed(samples) else _SHORT_S
-        time_more(fast, _rounds_in(seconds, sum(undisturbed(samples).values()) / 1000, more, _MOST_ROUNDS))
-    return times, broken
+        return sum(map(sum, self.times.values())) / 1000
 
 
 def _rounds_in(seconds: float, round_s: float, least: int, most: int) -> int:
@@ -396,7 +423,7 @@ class _CandidateBuilder:
         self._scored_rows = work.scored_rows
         self._frozen: dict[tuple[str, bool], nn.Module] = {}
         self._lowered: dict[tuple[str, bool], nn.Module] = {}
-        self._trials = RoughTrials(self._borrowed, self._rough, batches)
+        self._trials = RoughTrials(self._borrowed, self._rough, batches, config.engine.threads)
         self.references = {
             name: References(batches, apart=work.context.feed.samples_independent)
             for name, batches in work.graphs.checked_on(config, samples).items()
@@ -596,7 +623,7 @@ class _CandidateBuilder:
         self._begin(variant, files)
         engine = self._built_for_trial(variant, files[graph], self._place(variant, graph))
         rivals = {name: entry.made[graph].engine for name, entry in others.items()}
-        return far_behind(variant.name, engine, rivals, self._batches[0])
+        return far_behind(variant.name, engine, rivals, self._batches[0], self._config.engine.threads)
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Checked]) -> str | None:
         """Return why a backend is too slow to need a plan; None if it needs one, or has one."""

@@ -14,6 +14,7 @@ that with a rough plan; at 1.6, for a U-Net, the other backend was far ahead.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -69,10 +70,12 @@ _REST_TIE = 1.05
 Then they stay in float32, which is more accurate, unless more than ``_FLOAT_WORK`` of the multiply-adds are among them.
 """
 
-_FLOAT_WORK = 0.001
-"""Share of multiply-adds in floating point from which an INT8 engine gains from BF16.
+_FLOAT_WORK, _FLOAT_WORK_TIE = 0.001, 1.1
+"""Share of multiply-adds in floating point from which an INT8 engine gains from BF16, and the ratio of latencies up to
+which it then has BF16.
 
-It grows with the length if attention stays in float: 0.6% for MiniLM at 20 tokens, 5% at 128, where BF16 gains 10%.
+The share grows with the length if attention stays in float: 0.6% for MiniLM at 20 tokens, 5% at 128, where BF16 gains
+10%. At the length of the samples both are about equally fast, and a busy neighbor moves the ratio by 5%.
 """
 
 SLOW = 1.3
@@ -140,7 +143,8 @@ def _without_noise(
         best = next((entry for entry in ran if entry.is_float is is_float), None)
         if best is not None:
             start = order.index(best)
-            tied = list(takewhile(partial(_is_tied, best), order[start:]))
+            rest_tie = _FLOAT_WORK_TIE if best.backend in float_work else _REST_TIE
+            tied = list(takewhile(partial(_is_tied, best, rest_tie=rest_tie), order[start:]))
             chosen = min(tied, key=tried)
             if not is_float and chosen.backend in float_work:
                 own = (entry for entry in tied if entry.backend == chosen.backend)
@@ -153,10 +157,10 @@ def _without_noise(
     return order
 
 
-def _is_tied(best: Candidate, other: Candidate) -> bool:
+def _is_tied(best: Candidate, other: Candidate, rest_tie: float) -> bool:
     """Return whether noise may decide between two candidates of one format, or between two rests of one INT8 engine."""
     if other.backend == best.backend and other.format.partition("+")[0] == best.format.partition("+")[0]:
-        return other.times_of(best) < _REST_TIE
+        return other.times_of(best) < rest_tie
     return other.format == best.format and other.times_of(best) < TIE
 
 
@@ -369,6 +373,7 @@ class RoughTrials:
         make: returns the engine of a variant's backend from a rough plan.
         batches: the batches of a choice. A trial takes the first two, because a third one may be so large that calls
             take seconds.
+        threads: number of CPU threads of the engines.
     """
 
     def __init__(
@@ -376,9 +381,11 @@ class RoughTrials:
         borrow: Callable[[Variant, str], Engine],
         make: Callable[[Variant, Quantizer], Engine],
         batches: Sequence[Batch],
+        threads: int = 1,
     ) -> None:
         self._borrow = borrow
         self._make = make
+        self._threads = threads
         self._batches = batches[:2]
         self._slow: dict[str, str | None] = {}
 
@@ -393,7 +400,7 @@ class RoughTrials:
         if name not in self._slow:
             # With dynamic ranges, an engine has other operations.
             static, other = replace(variant, dynamic=False), next((key for key in rivals if "dynamic" not in key), None)
-            timed = partial(too_slow, variant.name, rivals=rivals, batches=self._batches)
+            timed = partial(too_slow, variant.name, rivals=rivals, batches=self._batches, threads=self._threads)
             trials: list[tuple[str, Callable[[], Engine], float]] = []
             if other is not None:
                 trials.append((f"the file of {other}", partial(self._borrow, static, other), SLOW * least / HOPELESS))
@@ -450,32 +457,42 @@ def rough_engine(
 
 
 def too_slow(
-    name: str, engine: Engine, rivals: Mapping[str, Engine], batches: Sequence[Batch], least: float, what: str
+    name: str,
+    engine: Engine,
+    rivals: Mapping[str, Engine],
+    batches: Sequence[Batch],
+    least: float,
+    what: str,
+    threads: int = 1,
 ) -> str | None:
     """Return why an engine that was made with ``what`` cannot be the fastest; None if it may be."""
-    latencies = [_seconds({**rivals, name: engine}, batch, _ROUNDS) for batch in batches]
+    latencies = [_seconds({**rivals, name: engine}, batch, _ROUNDS, threads) for batch in batches]
     best, ratio = _fastest_rival(name, latencies)
     return None if ratio < least else f"with {what} it takes {text.times(ratio)} the time of {best}"
 
 
-def far_behind(name: str, engine: Engine, rivals: Mapping[str, Engine], batch: Batch) -> str | None:
+def far_behind(name: str, engine: Engine, rivals: Mapping[str, Engine], batch: Batch, threads: int = 1) -> str | None:
     """Return why a float engine cannot be the fastest one, beside compared float engines of other backends; else None.
 
     A comparison of its outputs would take longer than this measurement.
     """
-    latencies = _seconds({**rivals, name: engine}, batch, rounds=1)
+    latencies = _seconds({**rivals, name: engine}, batch, rounds=1, threads=threads)
     best, ratio = _fastest_rival(name, [latencies])
     if latencies[name] < _LONG_S or ratio < _FAR_BEHIND:
         return None
     return f"it takes {text.times(ratio)} the time of {best}"
 
 
-def _seconds(engines: Mapping[str, Engine], batch: Batch, rounds: int) -> dict[str, float]:
-    """Return the interleaved latencies of engines on a batch in seconds."""
+def _seconds(engines: Mapping[str, Engine], batch: Batch, rounds: int, threads: int) -> dict[str, float]:
+    """Return the interleaved latencies of engines with this number of threads on a batch in seconds.
+
+    Beside other work, that is processor time, if there is one thread.
+    """
     calls = {name: partial(engine, engine_inputs(engine, batch)) for name, engine in engines.items()}
     samples = interleaved_latency(calls, rounds=rounds, warmup=_WARMUP, seconds=_SECONDS)
     if is_disturbed(samples):
-        more = interleaved_latency(calls, rounds=_DISTURBED_ROUNDS, warmup=0, seconds=_SECONDS)
+        clock = time.process_time if threads == 1 else time.perf_counter
+        more = interleaved_latency(calls, rounds=_DISTURBED_ROUNDS, warmup=0, seconds=_SECONDS, clock=clock)
         samples = {name: [*values, *more[name]] for name, values in samples.items()}
     return undisturbed(samples)
 

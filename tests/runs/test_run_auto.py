@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -304,31 +306,29 @@ def test_slow_candidates_are_timed_in_few_rounds(
     }
 
 
-def test_other_work_in_the_first_rounds_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The faster engine takes twice its time until the eighth round."""
-    turns = dict.fromkeys(("a int8", "b int8"), 0)
+@pytest.mark.parametrize(("threads", "shortest"), [(1, 50.0), (2, 100.0)])
+def test_other_work_does_not_decide(threads: int, shortest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faster engine of one thread waits for another process in all rounds, which is no processor time."""
+    turns = count()
 
-    def taken(calls: Mapping[str, Any], *, rounds: int, **_: float) -> dict[str, list[float]]:
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for name in calls:
-            for turn in range(turns[name], turns[name] + rounds):
-                samples[name].append(0.060 if name == "b int8" else 0.050 if turn >= 8 else 0.1 + 0.03 * (turn % 2))
-            turns[name] += rounds
-        return samples
+    def taken(calls: Mapping[str, Any], *, rounds: int, clock: Any, **_: float) -> dict[str, list[float]]:
+        waits = 0.0 if clock is time.process_time else 0.05
+        every = {"a int8": [0.05 + waits + waits * (next(turns) % 2) for _ in range(rounds)], "b int8": [0.06] * rounds}
+        return {name: every[name] for name in calls}
 
     monkeypatch.setattr(run_measure, "interleaved_latency", taken)
     correct = {
         name: pick._Checked(
             Variant(backend=name[0], dtype="int8"), Candidate(backend=name[0], format="int8"), {}, lambda _: {}, {}
         )
-        for name in turns
+        for name in ("a int8", "b int8")
     }
     graphs: Any = SimpleNamespace(timed=lambda _: torch.nn.Identity())
-    pick._time(correct, [], [{"x": torch.zeros(4, 3)}], 1, graphs, pick._Budget(None))
-    assert {name: entry.candidate.milliseconds for name, entry in correct.items()} == {
-        "a int8": (50.0,),
-        "b int8": (60.0,),
-    }
+    pick._time(correct, [], [{"x": torch.zeros(4, 3)}], threads, graphs, pick._Budget(None))
+    found = {name: entry.candidate.milliseconds for name, entry in correct.items()}
+    assert found == {"a int8": (shortest,), "b int8": (60.0,)}
+    # The report has latencies, not processor time.
+    assert min(correct["a int8"].times[0]) == 100.0
 
 
 @pytest.mark.parametrize(("seconds", "timed"), [(None, 3), (0.0, 2), (60.0, 3)])
