@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.engines.torch_engine import gpu_engine, gpu_operators
-from quantizer.engines.torch_engine.gpu_engine import create_on, engine_on
+from quantizer.engines.torch_engine.gpu_engine import PRECISIONS, create_on, engine_on
 from quantizer.engines.torch_engine.gpu_lowering import lower_for_gpu
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.errors import EngineError, MissingDependencyError
@@ -151,6 +151,35 @@ def test_without_triton_the_error_names_the_extra(path: Path, monkeypatch: pytes
     monkeypatch.setattr(lazy.importlib, "import_module", missing)
     with pytest.raises(MissingDependencyError, match="enginequant\\[triton\\]"):
         load_engine("torch", path, device="cuda")
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [(None, torch.float16), ("bfloat16", torch.bfloat16)])
+def test_the_precision_of_non_quantized_operations(
+    path: Path, monkeypatch: pytest.MonkeyPatch, precision: str | None, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(gpu_engine, "no_gpu", lambda: None)
+    monkeypatch.setattr(gpu_engine, "import_library", lambda *_: None)
+    monkeypatch.setattr(
+        gpu_engine,
+        "engine_on",
+        lambda path, device, *, threads, dtype: engine_on(path, "cpu", threads=threads, dtype=dtype, triton=False),
+    )
+    engine = load_engine("torch", path, device="cuda", inference_precision=precision)
+    expected, other = (engine_on(path, "cpu", dtype=each, triton=False) for each in PRECISIONS.values())
+    if dtype is torch.bfloat16:
+        expected, other = other, expected
+    assert (_outputs(engine) == _outputs(expected)).all()
+    assert (_outputs(engine) != _outputs(other)).any()
+    assert sqnr_db(_outputs(other), _outputs(engine)) > 30
+
+
+def test_a_precision_that_an_engine_lacks(path: Path) -> None:
+    with pytest.raises(EngineError, match="inference_precision is 'float32', expected float16 or bfloat16"):
+        load_engine("torch", path, device="cuda", inference_precision="float32")
+    with pytest.raises(EngineError, match="on cpu has the precision of its file; pass it with device='cuda'"):
+        load_engine("torch", path, inference_precision="bfloat16")
+    with pytest.raises(EngineError, match="its file; leave it out"):
+        load_engine("onnxruntime", path, inference_precision="bfloat16")
 
 
 def test_an_engine_file_is_not_loaded_on_a_gpu(tmp_path: Path) -> None:

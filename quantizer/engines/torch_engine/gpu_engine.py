@@ -35,8 +35,10 @@ from quantizer.utils.lazy import import_library
 _LEAST_CAPABILITY = (8, 0)
 """The first compute capability with matrix multiplications of INT8 and with bfloat16 in Triton."""
 
-
 _LEAST_FOR_FP8 = (8, 9)
+
+PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""The types of non-quantized operations by name."""
 
 
 class GpuEngine(TorchEngine):
@@ -145,18 +147,21 @@ def gpu_seconds(call: Callable[[], object]) -> float:
     return statistics.median(taken)
 
 
-def load_on_gpu(path: Path, *, threads: int = 1, dtype: torch.dtype = torch.float16) -> GpuEngine:
+def load_on_gpu(path: Path, *, threads: int = 1, inference_precision: str = "float16") -> GpuEngine:
     """Return the engine of an ONNX file on the current GPU.
 
     Args:
         path: a Q/DQ file.
         threads: number of CPU threads.
-        dtype: type of values that are not quantized, float16 or bfloat16.
+        inference_precision: type of non-quantized operations, ``float16`` or ``bfloat16``.
 
     Raises:
-        EngineError: there is no GPU, it is too old, or the graph does not run.
+        EngineError: another precision; there is no GPU, it is too old, or the graph does not run.
         MissingDependencyError: Triton is not installed.
     """
+    dtype = PRECISIONS.get(inference_precision)
+    if dtype is None:
+        raise EngineError(f"inference_precision is {inference_precision!r}, expected {' or '.join(PRECISIONS)}")
     if path.suffix.lower() != ".onnx":
         raise EngineError(f"{path} is an engine for the CPU: pass its ONNX file to load it on a GPU")
     if (reason := no_gpu()) is not None:
