@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import BertConfig, BertModel
 
 from quantizer import Quantizer
-from quantizer.utils import fingerprint
+from quantizer.utils import devices
 
 Batch = Mapping[str, Tensor]
 
@@ -95,15 +95,15 @@ def counted() -> Iterator[Counts]:
 
         return method
 
-    is_apart = fingerprint._is_apart
+    is_apart = devices.is_apart
     try:
         for name in methods:
             setattr(Tensor, name, waiting(name))
-        fingerprint._is_apart = lambda device: True
+        devices.is_apart = lambda device: True
         with counts:
             yield counts
     finally:
-        fingerprint._is_apart = is_apart
+        devices.is_apart = is_apart
         for name, method in methods.items():
             setattr(Tensor, name, method)
 

@@ -28,6 +28,7 @@ from quantizer.errors import CalibrationError
 from quantizer.numerics.formats import QType, qtype
 from quantizer.numerics.granularity import in_memory_order
 from quantizer.numerics.torch_operators import fake_quantize
+from quantizer.utils import devices
 from quantizer.utils import registry as choices
 from quantizer.utils.registry import Registry, named_in_errors
 
@@ -44,12 +45,13 @@ class Histogram:
     """Counts of |x| in ``BINS`` bins, whose width depends on the largest value so far.
 
     Attributes:
-        counts: the counts, int64 [BINS].
         exponent: log2 of the bin width; None until a value other than zero is observed.
     """
 
     def __init__(self) -> None:
-        self.counts = torch.zeros(BINS, dtype=torch.int64)
+        self._counts = torch.zeros(BINS, dtype=torch.int64)
+        # Further counts on a GPU, which are copied when they are read.
+        self._on_device: Tensor | None = None
         self.exponent: int | None = None
         self._zeros = 0
         # Replaced and not cleared when values are added, because copies share it.
@@ -61,6 +63,17 @@ class Histogram:
         histogram = cls()
         histogram.counts, histogram.exponent, histogram._zeros = counts.clone(), exponent, zeros
         return histogram
+
+    @property
+    def counts(self) -> Tensor:
+        """The counts, int64 [BINS], on the CPU."""
+        if self._on_device is not None:
+            self.counts = self._counts + self._on_device.cpu()
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: Tensor) -> None:
+        self._counts, self._on_device = counts, None
 
     @property
     def zeros(self) -> int:
@@ -91,8 +104,16 @@ class Histogram:
             # Scaling by a power of two is exact, so truncation toward 0 gives the bin, with the value's sign. 16 bits
             # suffice, and make the next passes faster.
             bins = piece.float().mul(2.0**-self.exponent).to(torch.int16).abs_()
-            # Not in place: a tensor made in inference mode cannot be changed in place outside of it.
-            self.counts = self.counts + torch.bincount(bins, minlength=BINS).cpu()
+            self._add(torch.bincount(bins, minlength=BINS))
+
+    def _add(self, counts: Tensor) -> None:
+        # Not in place: a tensor made in inference mode cannot be changed in place outside of it.
+        if not devices.is_apart(counts.device):
+            self.counts = self.counts + counts
+        elif self._on_device is not None and self._on_device.device == counts.device:
+            self._on_device = self._on_device + counts
+        else:
+            self._counts, self._on_device = self.counts, counts
 
     def merge(self, other: Histogram) -> None:
         self._figures = {}

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantizer.errors import CalibrationError, QuantizerError
+from quantizer.utils import devices
 
 
 def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
@@ -53,18 +54,13 @@ def _bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     values = {name: tensor.detach().contiguous().flatten().view(torch.uint8) for name, tensor in tensors.items()}
     small: dict[torch.device, list[str]] = defaultdict(list)
     for name, value in values.items():
-        if _is_apart(value.device) and len(value) <= _SMALL:
+        if devices.is_apart(value.device) and len(value) <= _SMALL:
             small[value.device].append(name)
     for names in small.values():
         sizes = [len(values[name]) for name in names]
         copied = torch.split(torch.cat([values[name] for name in names]).cpu(), sizes)
         values.update(zip(names, copied, strict=True))
     return {name: value.cpu() for name, value in values.items()}
-
-
-def _is_apart(device: torch.device) -> bool:
-    """Return whether the CPU must copy the values of a tensor on a device to read them."""
-    return device.type != "cpu"
 
 
 _SAMPLE = 1024
@@ -250,7 +246,7 @@ class TensorStamp:
 def _checksum(tensor: Tensor) -> int:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     summed_bytes = len(flat) // (8 * _P * _Q) * (8 * _P * _Q)
-    if not _is_apart(flat.device):
+    if not devices.is_apart(flat.device):
         checksum = zlib.crc32(flat[summed_bytes:].numpy().tobytes())
         # numpy adds along columns three times as fast as torch. The second sum reads the part from the cache.
         for part in flat[:summed_bytes].numpy().view(np.uint64).reshape(-1, _P * _Q):

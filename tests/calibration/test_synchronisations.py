@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,15 @@ from helpers import batch, tiny
 from quantizer.algorithms.bias_correction import _Expected
 from quantizer.observe import calibrators, statistics
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.utils import fingerprint
+from quantizer.utils import devices, fingerprint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from synchronisations import counted, mark, of_calibration
 
 
-@pytest.mark.parametrize(("preset", "most"), [("plain", 260), ("balanced", 2100)])
+@pytest.mark.parametrize(("preset", "most"), [("plain", 260), ("balanced", 1850)])
 def test_waits_of_a_calibration(preset: str, most: int) -> None:
-    """236 and 1,916 were counted. 574 and 3,931 were counted when each value was read alone."""
+    """236 and 1,700 were counted. 574 and 3,931 were counted when each value was read alone."""
     batches = [batch("bert", seed=seed, padded=seed % 2 == 1) for seed in range(8)]
     counts = of_calibration(tiny("bert"), batches, backend="tensorrt", preset=preset)
     assert counts.waits.total() <= most
@@ -59,6 +60,26 @@ def test_a_range_is_read_with_one_wait() -> None:
         calibrator.observe(x)
     assert counts.waits == {"Tensor.tolist": 1}
     assert (calibrator.minimum, calibrator.maximum) == (x.min().item(), x.max().item())
+
+
+def test_counts_stay_on_the_gpu_until_they_are_read() -> None:
+    histogram, expected = calibrators.Histogram(), calibrators.Histogram()
+    batches = [torch.full((9,), 0.5), torch.linspace(-1, 1, 33), torch.zeros(4), torch.full((5,), 3.0), torch.ones(2)]
+    for x in batches:
+        expected.add(x, float(x.abs().max()))
+    mark(batches)
+    with counted() as counts:
+        for x in batches:
+            histogram.add(x, {9: 0.5, 33: 1.0, 4: 0.0, 5: 3.0, 2: 1.0}[len(x)])
+        other = copy.copy(histogram)
+        other.add(batches[0], 0.5)
+        # The values 1 and 3 need wider bins than those before them.
+        assert counts.waits["Tensor.cpu"] == 2
+        assert histogram.total == expected.total
+        assert counts.waits["Tensor.cpu"] == 3
+    assert torch.equal(histogram.counts, expected.counts)
+    assert other.total == expected.total + 9
+    assert histogram.exponent == expected.exponent
 
 
 def test_the_scale_of_a_weight_is_checked_once() -> None:
@@ -102,7 +123,7 @@ def test_tensors_of_a_gpu_are_digested_with_one_copy(monkeypatch: pytest.MonkeyP
     with counted() as counts:
         assert fingerprint.tensors_digest(tensors, "text") == expected
     assert counts.waits["Tensor.cpu"] == 2  # the small ones, and the large one
-    monkeypatch.setattr(fingerprint, "_is_apart", lambda device: True)
+    monkeypatch.setattr(devices, "is_apart", lambda device: True)
     stamped = torch.arange(600_000, dtype=torch.int32)
     assert fingerprint.TensorStamp.of(stamped) == fingerprint.TensorStamp.of(stamped)
     before = fingerprint.TensorStamp.of(stamped)
