@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -31,7 +32,8 @@ from transformers import BertConfig, BertModel
 
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, load_engine
-from quantizer.engines.torch_engine.gpu_engine import engine_on
+from quantizer.engines.torch_engine.gpu_engine import GpuEngine, engine_on, load_on_gpu
+from quantizer.engines.torch_engine.kernel_plan import KernelPlan
 from quantizer.errors import QuantizerError
 from quantizer.tasks.metrics import sqnr_db
 
@@ -117,16 +119,37 @@ def in_tensorrt(model: torch.nn.Module, folder: Path, *, backend: str, dtype: st
     return lambda given: engine({name: given[name].cpu().numpy() for name in engine.input_names})
 
 
-def in_kernels(model: torch.nn.Module, folder: Path, *, dtype: str) -> Run:
+@dataclass(frozen=True)
+class InKernels:
+    """A call of a torch engine with tensors of the GPU."""
+
+    engine: GpuEngine
+
+    def __call__(self, given: Batch) -> Any:
+        return self.engine.compute(*(given[name] for name in self.engine.input_names))
+
+
+def other_methods(plan: KernelPlan) -> Iterator[str]:
+    """Lines on the layers that were faster without the kernel; equal layers of a model share a line."""
+    layers: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for kernel in plan.kernels:
+        if kernel.measured:
+            layers[kernel.measured].append(", ".join(kernel.sites))
+    for measured, sites in layers.items():
+        others = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
+        yield f"- {sites[0]}{others}: {'; '.join(measured)}"
+
+
+def in_kernels(model: torch.nn.Module, folder: Path, *, dtype: str) -> InKernels:
     """The torch engine of a file, whose kernels read and write 8 bits; other operations in float16."""
     backend = "torch" if dtype == "int8" else "tensorrt"
     quantizer = Quantizer(backend=backend, dtype=dtype, preset="plain", sites={"matmul": False})
     quantizer.calibrate(model, [batch(4, 64), batch(4, 128)], progress=False)
     path = quantizer.export(quantizer.quantize(model), folder / f"{dtype}.onnx", batch(2, 32))
-    engine = load_engine("torch", path, device="cuda")
+    engine = load_on_gpu(path)
     for shape in SHAPES:
         engine.tune(batch(*shape))
-    return lambda given: engine.compute(*(given[name] for name in engine.input_names))
+    return InKernels(engine)
 
 
 def without_gpu(reason: str) -> Iterator[str]:
@@ -229,11 +252,17 @@ def section(models: list[str], shapes: list[Shape], rounds: int) -> Iterator[str
 def _rows(
     model: torch.nn.Module, folder: Path, shapes: list[Shape], rounds: int, fastest: dict[str, float]
 ) -> Iterator[str]:
-    """A row a contestant; each takes turns with the first, so that not all have to fit into memory at once."""
+    """One row for each contestant, and then the layers whose kernels were slower than other methods.
+
+    Each takes turns with the first, so that not all have to fit into memory at once.
+    """
     reference: Run | None = None
+    notes: list[str] = []
     for one in contestants():
         try:
             run = one.make(model, folder)
+            if isinstance(run, InKernels) and (lines := list(other_methods(run.engine.plan))):
+                notes += [f"\nIn {one.name}, other methods are faster for some layers:\n", *lines]
             reference = reference or run
             cells = [_cell(model, reference, run, one, shape, rounds, fastest[one.rate]) for shape in shapes]
         except (RuntimeError, QuantizerError) as error:
@@ -241,6 +270,7 @@ def _rows(
         yield f"| {one.name} | " + " | ".join(cells) + " |"
         torch.compiler.reset()
         torch.cuda.empty_cache()
+    yield from notes
 
 
 def _cell(

@@ -71,6 +71,25 @@ def _products() -> None:
             print(f"| {words} | {kind} | {capability} | {cells} |", flush=True)
 
 
+def _epilogues() -> None:
+    print(
+        "\n| epilogue of sums in | quantized values | capability | registers | spilled bytes | shared memory, KiB "
+        "| instruction |"
+        "\n|---|---|---|---|---|---|---|"
+    )
+    for name, sums in (
+        ("int32 or float32", {"int8": "*i32", "fp8": "*fp32"}),
+        ("float16", dict.fromkeys(TYPES, "*fp16")),
+    ):
+        for kind, capability in TARGETS:
+            types = {"x_ptr": sums[kind], "y_ptr": TYPES[kind], "r_ptr": "*fp16", "s": "fp32", "zero_point": "fp32"}
+            types |= dict.fromkeys(("t_ptr", "b_ptr", "next_ptr"), "*fp32")
+            options = {"HAS_BIAS": True, "HAS_RESIDUAL": False, "ACTIVATION": "gelu", "KIND": kind, "PARTS": 1}
+            options |= {"BY_COLUMN": False, "ROWS": products.EPILOGUE_ROWS, "COLUMNS": products.EPILOGUE_COLUMNS}
+            cells = _compiled(products.epilogue_kernel, types, options, capability, num_warps=4)
+            print(f"| {name} | {kind} | {capability} | {cells} |", flush=True)
+
+
 def _norms() -> None:
     print(
         "\n| norm of rows of | quantized values | capability | registers | spilled bytes | shared memory, KiB "
@@ -111,5 +130,6 @@ def _limits() -> None:
 if __name__ == "__main__":
     print(heading("Kernels for NVIDIA GPUs, compiled without one"))
     _products()
+    _epilogues()
     _norms()
     _limits()

@@ -184,10 +184,10 @@ def _with_shifts(plan: Plan, shifts: BiasShifts) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The sums of w_r (y_r - z_r), float64 [C], and of w_r."""
+    """The sums of w_r (y_r - z_r), float64 [C], and of w_r, float64 []."""
 
     error: Tensor
-    weight: float
+    weight: Tensor
 
     def mean(self, dtype: torch.dtype) -> Tensor:
         """Return the mean, float32 [C], rounded to ``dtype``."""
@@ -210,12 +210,12 @@ class _Expected:
         power = torch.linalg.vector_norm(y, dim=1, dtype=torch.float64).square()
         middle = power.median() if len(y) else power.new_zeros(())
         # If most rows are zeros, all rows have equal weights.
-        weights = middle / (power + middle) if middle > 0 else torch.ones_like(power)
+        weights = torch.where(middle > 0, middle / (power + middle), 1.0)
         return cls(weights, _weighted_sum(weights, y))
 
     def compared(self, z: Tensor) -> _Sum:
         """Return the sums of the errors of rows z [R, C]."""
-        return _Sum(self.total - _weighted_sum(self.weights, z), float(self.weights.sum()))
+        return _Sum(self.total - _weighted_sum(self.weights, z), self.weights.sum())
 
 
 def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
@@ -330,11 +330,11 @@ def _packed(error: _Sum | None) -> Tensor:
     """Return both sums as float64 [C + 1], the weight last; [0] for None."""
     if error is None:
         return torch.zeros(0)
-    return torch.cat([error.error.cpu(), torch.tensor([error.weight], dtype=torch.float64)])
+    return torch.cat([error.error, error.weight[None]]).cpu()
 
 
 def _unpacked(packed: Tensor) -> _Sum | None:
-    return _Sum(packed[:-1], float(packed[-1])) if packed.numel() else None
+    return _Sum(packed[:-1], packed[-1]) if packed.numel() else None
 
 
 ALGORITHM = Algorithm(wanted=lambda settings: settings.bias_correction, run=correct_biases)

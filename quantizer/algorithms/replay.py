@@ -428,7 +428,7 @@ def _error(output: Tensor, expected: Tensor) -> float:
     if not bool(no_mask.all()):
         expected, output = expected[no_mask], output[no_mask]
     # In place, because the logits of a decoder are 200 MB per batch.
-    power, error = float(expected.square().sum()), float((output - expected).square_().sum())
+    power, error = torch.stack((expected.square().sum(), (output - expected).square_().sum())).tolist()
     if math.isnan(error):
         return math.inf
     return error / power if power else 0.0

@@ -228,7 +228,7 @@ def _estimate(work: Work, candidates: Sequence[_Readers]) -> None:
     for original, group in pairs:
         if original.channels is not None and group.calibrator.count:
             low, high = original.channels.low / _factors(group), original.channels.high / _factors(group)
-            group.calibrator.widen(float(low.min()), float(high.max()))
+            group.calibrator.widen(*torch.stack((low.min(), high.max())).tolist())
 
 
 def _factors(group: RangeGroup) -> Tensor:

@@ -124,6 +124,7 @@ def load_engine(
     verify: bool = True,
     trust: bool = False,
     device: str | None = None,
+    inference_precision: str | None = None,
 ) -> Engine:
     """Load an engine file of the backend ``name``; engines on a CPU also accept an ``.onnx`` file.
 
@@ -137,17 +138,19 @@ def load_engine(
             load and return wrong outputs.
         trust: load a compiled torch engine, which is native code, even if this process has not built it.
         device: ``cuda`` loads an ``.onnx`` file with backend torch on an NVIDIA GPU; None: the device of the backend.
+        inference_precision: type of non-quantized operations with ``device="cuda"``, ``float16`` or ``bfloat16``; None:
+            float16.
 
     Raises:
-        EngineError: unknown backend or device; the file is missing, damaged, of another backend, or cannot run here; or
-            it contains native code that is not trusted.
+        EngineError: unknown backend, device or precision; the file is missing, damaged, of another backend, or cannot
+            run here; or it contains native code that is not trusted.
         MissingDependencyError: the backend's library is not installed.
     """
     if threads < 1:
         raise EngineError(f"threads is {threads}, expected 1 or more")
     try:
         with _unreadable_onnx(Path(path)), named_in_errors(f"backend {name!r}"):
-            where = _device_option(backend(name), device)
+            where = _device_options(backend(name), device, inference_precision)
             loaded = backend(name).load(Path(path), threads=threads, verify=verify, trust=trust, **where)
     except EngineError as error:
         other = _other_backend(name, Path(path))
@@ -165,14 +168,18 @@ def load_engine(
     return loaded
 
 
-def _device_option(selected: Backend, device: str | None) -> dict[str, Any]:
-    """Return the argument of ``load`` for a device; raise for a device without engines of a backend."""
-    if device is None or device == selected.device:
-        return {}
+def _device_options(selected: Backend, device: str | None, precision: str | None) -> dict[str, Any]:
+    """Return the arguments of ``load`` for a device and a precision; raise for those that a backend does not take."""
     devices = getattr(selected, "devices", (selected.device,))
+    if device is None or device == selected.device:
+        if precision is None:
+            return {}
+        others = " or ".join(f"device={other!r}" for other in devices if other != selected.device)
+        hint = f"pass it with {others}, or leave it out" if others else "leave it out"
+        raise EngineError(f"inference_precision: an engine on {selected.device} has the precision of its file; {hint}")
     if device not in devices:
         raise EngineError(f"its engines run on {' or '.join(devices)}, not on {device!r}")
-    return {"device": device}
+    return {"device": device, **({} if precision is None else {"inference_precision": precision})}
 
 
 def _other_backend(name: str, path: Path) -> str | None:

@@ -13,9 +13,11 @@ the mean squared quantization error, and ``entropy`` minimizes the divergence of
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -26,6 +28,7 @@ from quantizer.errors import CalibrationError
 from quantizer.numerics.formats import QType, qtype
 from quantizer.numerics.granularity import in_memory_order
 from quantizer.numerics.torch_operators import fake_quantize
+from quantizer.utils import devices
 from quantizer.utils import registry as choices
 from quantizer.utils.registry import Registry, named_in_errors
 
@@ -42,14 +45,17 @@ class Histogram:
     """Counts of |x| in ``BINS`` bins, whose width depends on the largest value so far.
 
     Attributes:
-        counts: the counts, int64 [BINS].
         exponent: log2 of the bin width; None until a value other than zero is observed.
     """
 
     def __init__(self) -> None:
-        self.counts = torch.zeros(BINS, dtype=torch.int64)
+        self._counts = torch.zeros(BINS, dtype=torch.int64)
+        # Further counts on a GPU, which are copied when they are read.
+        self._on_device: Tensor | None = None
         self.exponent: int | None = None
         self._zeros = 0
+        # Replaced and not cleared when values are added, because copies share it.
+        self._figures: dict[object, float] = {}
 
     @classmethod
     def restored(cls, counts: Tensor, exponent: int | None, zeros: int) -> Histogram:
@@ -59,31 +65,58 @@ class Histogram:
         return histogram
 
     @property
+    def counts(self) -> Tensor:
+        """The counts, int64 [BINS], on the CPU."""
+        if self._on_device is not None:
+            self.counts = self._counts + self._on_device.cpu()
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: Tensor) -> None:
+        self._counts, self._on_device = counts, None
+
+    @property
     def zeros(self) -> int:
         """The number of values in batches of zeros only, which the bins do not count."""
         return self._zeros
 
     @property
     def total(self) -> int:
-        return int(self.counts.sum()) + self._zeros
+        return int(self._figure("total", lambda: int(self.counts.sum()) + self._zeros))
+
+    def _figure(self, key: object, compute: Callable[[], float]) -> float:
+        """Return a figure of the counts, computed once until values are added."""
+        if key not in self._figures:
+            self._figures[key] = compute()
+        return self._figures[key]
 
     def add(self, x: Tensor, amax: float) -> None:
         """Count the values of x [*]; ``amax`` is their largest magnitude, which must be finite."""
+        self._figures = {}
         if amax == 0:
             self._zeros += x.numel()
             return
         # The values are counted as float32, and a float64 amax may round up to the next power of two there.
-        self._grow(_exponent_for(float(torch.tensor(amax, dtype=torch.float32))))
+        self._grow(_exponent_for(_as_float32(amax)))
         assert self.exponent is not None
         size = _PIECE if x.device.type == "cpu" else x.numel()
         for piece in torch.split(in_memory_order(x.detach()).flatten(), size):
             # Scaling by a power of two is exact, so truncation toward 0 gives the bin, with the value's sign. 16 bits
             # suffice, and make the next passes faster.
             bins = piece.float().mul(2.0**-self.exponent).to(torch.int16).abs_()
-            # Not in place: a tensor made in inference mode cannot be changed in place outside of it.
-            self.counts = self.counts + torch.bincount(bins, minlength=BINS).cpu()
+            self._add(torch.bincount(bins, minlength=BINS))
+
+    def _add(self, counts: Tensor) -> None:
+        # Not in place: a tensor made in inference mode cannot be changed in place outside of it.
+        if not devices.is_apart(counts.device):
+            self.counts = self.counts + counts
+        elif self._on_device is not None and self._on_device.device == counts.device:
+            self._on_device = self._on_device + counts
+        else:
+            self._counts, self._on_device = self.counts, counts
 
     def merge(self, other: Histogram) -> None:
+        self._figures = {}
         self._zeros += other._zeros
         if other.exponent is None:
             return
@@ -111,16 +144,19 @@ class Histogram:
         if self.exponent is None:
             return 0.0
         first = math.ceil(amax * 2.0**-self.exponent)
-        return int(self.counts[first:].sum()) / self.total
+        return self._figure(("above", first), lambda: int(self.counts[first:].sum())) / self.total
 
     def sqnr_db(self, scale: float, dtype: str) -> float:
         """Return the SQNR in dB of all values, quantized to ``dtype`` with ``scale``, from the bin centers."""
         if self.exponent is None:
             return math.inf
+        return self._figure(("sqnr", scale, dtype), lambda: self._sqnr_db(scale, dtype))
+
+    def _sqnr_db(self, scale: float, dtype: str) -> float:
         centres = self.centres().float()
         rounded = fake_quantize(centres, torch.tensor(scale, dtype=torch.float32), dtype)
         noise = float((self.counts.double() * (centres.double() - rounded.double()) ** 2).sum())
-        signal = float((self.counts.double() * centres.double() ** 2).sum())
+        signal = self._figure("signal", lambda: float((self.counts.double() * centres.double() ** 2).sum()))
         return 10 * math.log10(signal / noise) if noise > 0 else math.inf
 
     def _grow(self, exponent: int) -> None:
@@ -129,6 +165,11 @@ class Histogram:
         elif exponent > self.exponent:
             self.counts = _coarsened(self.counts, exponent - self.exponent)
             self.exponent = exponent
+
+
+def _as_float32(value: float) -> float:
+    """Return a value rounded to float32; infinite beyond its range."""
+    return ctypes.c_float(value).value
 
 
 def _exponent_for(amax: float) -> int:
@@ -177,11 +218,12 @@ class Calibrator:
         """
         if x.numel() == 0:
             return
-        low, high = (float(bound) for bound in torch.aminmax(in_memory_order(x.detach())))
+        # Both bounds in one copy: on a GPU each copy waits for all operations before it.
+        low, high = torch.stack(torch.aminmax(in_memory_order(x.detach()))).tolist()
         if not (math.isfinite(low) and math.isfinite(high)):
             problem = "NaN" if math.isnan(low) or math.isnan(high) else "an infinite value"
             raise CalibrationError(f"{problem} among the values, shape {tuple(x.shape)}")
-        if math.isinf(float(torch.tensor(max(-low, high), dtype=torch.float32))):
+        if math.isinf(_as_float32(max(-low, high))):
             raise CalibrationError(
                 f"the value {max(-low, high):.3g} among the values, shape {tuple(x.shape)}, exceeds float32, the type "
                 "of scales"
@@ -379,6 +421,24 @@ class MseCalibrator(Calibrator):
         return min(best * 2.0**histogram.exponent, self.largest)
 
 
+@lru_cache(maxsize=8)
+def _nearest_bins(bins: int, magnitudes: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``squared_errors`` needs of levels for each range.
+
+    Returns:
+        the first bin nearest to each level, int64 [bins, L + 1], the last column ``bins``; twice the levels in bin
+        widths, float64 [bins, L]; and their squares.
+    """
+    levels = torch.tensor(magnitudes, dtype=torch.float64)
+    scales = torch.arange(1, bins + 1, dtype=torch.float64) / levels[-1]
+    borders = (levels[1:] + levels[:-1]) / 2
+    # The first bin whose centre is at or above the border between two levels.
+    starts = torch.ceil(borders[None, :] * scales[:, None] - 0.5).long().clamp(0, bins)
+    starts = torch.nn.functional.pad(torch.nn.functional.pad(starts, (1, 0)), (0, 1), value=bins)
+    values = levels[None, :] * scales[:, None]
+    return starts, 2 * values, values**2
+
+
 def squared_errors(counts: Tensor, levels: Tensor) -> Tensor:
     """Return the sum of squared errors for the range of the first 1, 2, .. bins, in squared bin widths: float64 [bins].
 
@@ -388,20 +448,15 @@ def squared_errors(counts: Tensor, levels: Tensor) -> Tensor:
     The bins nearest to a level are contiguous, so their error follows from prefix sums of count, count * x and count *
     x**2: a range takes O(L) time instead of O(bins).
     """
-    bins = len(counts)
-    counts, levels = counts.double(), levels.double()
+    bins, counts = len(counts), counts.double()
     centres = torch.arange(bins, dtype=torch.float64) + 0.5
-    scales = torch.arange(1, bins + 1, dtype=torch.float64) / levels[-1]
-    borders = (levels[1:] + levels[:-1]) / 2
-    # The first bin whose centre is at or above the border between two levels.
-    starts = torch.ceil(borders[None, :] * scales[:, None] - 0.5).long().clamp(0, bins)
-    starts = torch.nn.functional.pad(torch.nn.functional.pad(starts, (1, 0)), (0, 1), value=bins)
+    starts, twice, squares = _nearest_bins(bins, tuple(levels.tolist()))
     number, first, second = (
         torch.cat([values.new_zeros(1), values.cumsum(0)])[starts].diff(dim=1)
         for values in (counts, counts * centres, counts * centres**2)
     )
-    values = levels[None, :] * scales[:, None]
-    return (second - 2 * values * first + values**2 * number).sum(1)
+    # Few results of this size, because new memory takes longer than the arithmetic.
+    return second.sub_(first.mul_(twice)).add_(number.mul_(squares)).sum(1)
 
 
 @CALIBRATORS.add("entropy")

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantizer.errors import SensitivityError
 from quantizer.observe.completeness import CountedProduct
@@ -462,7 +463,7 @@ def without_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool =
         channels_last: whether the last axis is known to be the channel axis.
     """
     axis = _token_axis(value, mask, channels_last)
-    return value if mask is None or axis is None else value.movedim(axis, 1)[mask]
+    return value if mask is None or axis is None else value.movedim(axis, 1)[_positions(mask)]
 
 
 def with_zeroed_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool = False) -> Tensor:
@@ -492,7 +493,22 @@ def has_padding(output: Tensor, mask: Tensor | None) -> bool:
 
 def output_without_padding(output: Tensor, mask: Tensor | None) -> Tensor:
     """Return the real positions of an output [B, S, ..]; outputs of another shape are unchanged."""
-    return output[mask] if has_padding(output, mask) else output
+    return output[_positions(mask)] if mask is not None and has_padding(output, mask) else output
+
+
+_POSITIONS: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
+"""The indices of the real tokens by mask, for as long as the mask exists."""
+
+
+def _positions(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices [R] and [R] of a mask [B, S] of ``padding_mask``, which does not change.
+
+    An index by the mask itself would wait for a GPU at each operand of a pass.
+    """
+    if mask not in _POSITIONS:
+        samples, tokens = mask.nonzero(as_tuple=True)
+        _POSITIONS[mask] = samples, tokens
+    return _POSITIONS[mask]
 
 
 def _doubt(mask: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
@@ -503,12 +519,15 @@ def _doubt(mask: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
         return "its numbers may be added to scores"
     if mask.dim() != _AXES:
         return f"it has {mask.dim()} axes"
-    if not bool(((mask == 0) | (mask == 1)).all()):
-        return "it has values other than 0 and 1"
     real = mask.bool()
     changes = (real[:, 1:] != real[:, :-1]).sum(1)
-    left_or_right = bool(real[:, 0].all()) or bool(real[:, -1].all())
-    if not left_or_right or int(changes.max()) > 1:
+    # One copy, because each copy waits for a GPU.
+    is_binary, is_left, is_right, is_torn = torch.stack(
+        (((mask == 0) | (mask == 1)).all(), real[:, 0].all(), real[:, -1].all(), (changes > 1).any())
+    ).tolist()
+    if not is_binary:
+        return "it has values other than 0 and 1"
+    if not (is_left or is_right) or is_torn:
         return "the tokens are not contiguous on the same side in all samples"
     return _doubt_beside(real, {name: value for name, value in inputs.items() if not name.endswith("mask")})
 
@@ -521,7 +540,9 @@ def _doubt_beside(real: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
     if any(name.startswith("decoder") for name in same_shape):
         return "the decoder's inputs have the same length, so the mask may belong to either"
     values = [value for value in same_shape.values() if value.shape == real.shape and not value.is_floating_point()]
-    pairs = [(_constant(value[real]), _constant(value[~real])) for value in values]
+    flags = [_constant(value, part) for value in values for part in (real, ~real)]
+    constant = torch.stack(flags).tolist() if flags else []
+    pairs = list(zip(constant[::2], constant[1::2], strict=True))
     if any(real_is_constant and not padding_is_constant for real_is_constant, padding_is_constant in pairs):
         return "all positions with 1 have the same token, as padding has"
     if real.shape[0] == real.shape[1] and not any(
@@ -531,8 +552,10 @@ def _doubt_beside(real: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def _constant(values: Tensor) -> bool:
-    return bool((values == values[0]).all())
+def _constant(value: Tensor, part: Tensor) -> Tensor:
+    """Return whether all values [B, S] where ``part`` [B, S] is True are equal: bool []."""
+    first = value.flatten().gather(0, part.flatten().int().argmax()[None])
+    return ((value == first) | ~part).all()
 
 
 _MASK = 1e18

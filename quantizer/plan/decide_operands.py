@@ -5,15 +5,16 @@ The format of a site comes from the last matching rule of ``formats``, else from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.errors import ConfigError
 from quantizer.numerics.formats import INT8, UINT8, Format, QType, impossible
-from quantizer.numerics.rounding import is_normal
 from quantizer.observe.calibrators import Calibrator
 from quantizer.observe.range_group import Migration, OperandRecord, RangeGroup
 from quantizer.observe.statistics import SiteStatistics
@@ -224,6 +225,10 @@ def _unreached_note(record: SiteStatistics) -> str | None:
     return f"no calibration sample reached {which}; the range comes from the other experts"
 
 
+_RANGES = 4096
+"""The ranges whose scales are kept."""
+
+
 def _multiplies_last_axis(observed: OperandRecord) -> bool:
     return observed.inner is not None and observed.weight is not None and observed.weight.tensor().dim() == _MATRIX
 
@@ -297,14 +302,15 @@ def _range(
     used: RangeGroup, dtype: QType, settings: PlanSettings, fixed: float | None = None
 ) -> tuple[Tensor, Tensor, int | None]:
     """Return amax, scale and zero point of a range in a format; ``fixed`` replaces the amax."""
-    amax = torch.tensor(used.amax(judged_as(dtype).name) if fixed is None else fixed, dtype=torch.float32)
+    largest = used.amax(judged_as(dtype).name) if fixed is None else fixed
+    zero_point = None
     if dtype.has_zero_point:
-        return amax, *_asymmetric(used.calibrator, float(amax), dtype, settings.scale_dtype)
-    scale = scale_of(amax, dtype, settings.scale_dtype)
-    if dtype.is_float:
-        # The precision of FP8 is relative to the value: too large a range costs only the smallest values.
-        scale = scale.clamp(min=torch.finfo(settings.scale_dtype).smallest_normal)
-    return amax, scale, None
+        bounds = used.calibrator.minimum, used.calibrator.maximum
+        amax, scale, zero_point = _asymmetric(*bounds, largest, dtype, settings.scale_dtype)
+    else:
+        amax, scale = _symmetric(largest, dtype, settings.scale_dtype)
+    # Copies, because a file of tensors must not contain one twice.
+    return amax.clone(), scale.clone(), zero_point
 
 
 def _ranges_of_calls(group: RangeGroup, observed: OperandRecord, dtype: QType) -> list[RangeGroup]:
@@ -375,10 +381,11 @@ def _without_scale(
 
 def _scale_problem(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) -> str | None:
     """Return why the target's float type cannot represent a scale; None if it can."""
-    if amax and not dtype.is_float and not bool(is_normal(scale, scale_dtype)):
-        least, name = torch.finfo(scale_dtype).smallest_normal, str(scale_dtype).removeprefix("torch.")
+    value, least = float(scale), torch.finfo(scale_dtype).smallest_normal
+    if amax and not dtype.is_float and not value >= least:
+        name = str(scale_dtype).removeprefix("torch.")
         return ReasonCode.SCALE_TOO_SMALL.text(amax=f"{amax:.3g}", least=f"{least:.2g}", dtype=name)
-    return beyond(amax, scale, scale_dtype)
+    return None if math.isfinite(value) else beyond(amax, scale, scale_dtype)
 
 
 def judged_as(dtype: QType) -> QType:
@@ -386,10 +393,26 @@ def judged_as(dtype: QType) -> QType:
     return INT8 if dtype.has_zero_point else dtype
 
 
-def _asymmetric(calibrator: Calibrator, amax: float, dtype: QType, scale_dtype: torch.dtype) -> tuple[Tensor, int]:
-    """Return the scale and zero point of the observed range, extended to include 0 and clipped at -amax and amax."""
-    low, high = max(min(calibrator.minimum, 0.0), -amax), min(max(calibrator.maximum, 0.0), amax)
+@lru_cache(maxsize=_RANGES)
+def _symmetric(largest: float, dtype: QType, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return amax and scale of a range; the settings of a search have many ranges in common."""
+    amax = torch.tensor(largest, dtype=torch.float32)
+    scale = scale_of(amax, dtype, scale_dtype)
+    if dtype.is_float:
+        # The precision of FP8 is relative to the value: too large a range costs only the smallest values.
+        scale = scale.clamp(min=torch.finfo(scale_dtype).smallest_normal)
+    return amax, scale
+
+
+@lru_cache(maxsize=_RANGES)
+def _asymmetric(
+    minimum: float, maximum: float, largest: float, dtype: QType, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, int]:
+    """Return amax, scale and zero point of an observed range, extended to include 0 and clipped at -amax and amax."""
+    limit = torch.tensor(largest, dtype=torch.float32)
+    amax = float(limit)
+    low, high = max(min(minimum, 0.0), -amax), min(max(maximum, 0.0), amax)
     # The width of the range replaces amax: the integers from 0 to qmax cover it.
     scale = scale_of(torch.tensor(high - low, dtype=torch.float32), dtype, scale_dtype)
     # If the scale was rounded down to its float type, the zero point may come out above qmax.
-    return scale, min(round(-low / float(scale)), int(dtype.qmax)) if high > low else 0
+    return limit, scale, min(round(-low / float(scale)), int(dtype.qmax)) if high > low else 0

@@ -59,15 +59,23 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
     bounded = qmax is not None and kind == INT8
     bounds = scale_bounds(values, operand.axis, operand.block_size)
     amax = _amax(operand, values, kind, None if bounded else operand.estimate, bounds)
-    if not bool(torch.isfinite(amax).all()):
+    scale = scale_of(amax, kind, scale_dtype, qmax)
+    # One copy, because each copy waits for a GPU.
+    figures = (
+        *(bounds[0].min(), bounds[1].max(), amax.max(), torch.isfinite(amax).all()),
+        *(torch.isfinite(scale).all(), (~is_normal(scale, scale_dtype)).sum()),
+    )
+    minimum, maximum, largest, has_range, has_scale, raised = torch.stack(
+        [value.double() for value in figures]
+    ).tolist()
+    if not has_range:
         raise CalibrationError(
             f"{operand.parameter}: the weight has NaN or infinite values, so it has no scale; load a valid checkpoint, "
             "or train with a lower learning rate"
         )
-    scale = scale_of(amax, kind, scale_dtype, qmax)
     former = [text for text in (operand.note or "").split("; ") if text and not text.endswith(_BELOW_NORMAL)]
-    notes = [_note(scale, scale_dtype), *former]
-    reason = beyond(float(amax.max()), scale, scale_dtype)
+    notes = [_note(int(raised), scale, scale_dtype), *former]
+    reason = None if has_scale else beyond(largest, scale, scale_dtype)
     return replace(
         operand,
         quantized=reason is None,
@@ -75,8 +83,8 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
         reason=reason,
         amax=amax,
         scale=scale,
-        minimum=float(bounds[0].min()),
-        maximum=float(bounds[1].max()),
+        minimum=minimum,
+        maximum=maximum,
         note="; ".join(text for text in notes if text is not None) or None,
     )
 
@@ -222,8 +230,8 @@ def _amax(
     return weight_amax(equalized, None, None, kind, estimate) * spread
 
 
-def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
-    number = int((~is_normal(scale, scale_dtype)).sum())
+def _note(number: int, scale: Tensor, scale_dtype: torch.dtype) -> str | None:
+    """Return a note on the number of scales below the normal numbers of their type; None without any."""
     if not number:
         return None
     return f"{number} of {scale.numel()} scales are below {_name(scale_dtype)}'s {_BELOW_NORMAL}"

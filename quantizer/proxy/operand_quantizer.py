@@ -8,13 +8,15 @@ Legend: x [*] the operand; scale [] or [C]; factor [K]; stored [*] the integer w
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantizer.errors import ProxyError
 from quantizer.numerics import torch_operators as ops
@@ -145,6 +147,28 @@ class Watcher(Protocol):
         """Receive x [*], multiplied by the quantizer's factor and not rounded yet."""
 
 
+_CHECKED: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+"""The versions of scales that were checked, for as long as the scales exist."""
+
+
+def _check(scale: Tensor) -> None:
+    """Raise if a scale is not positive and finite; scales per channel are checked once, which waits for a GPU."""
+    if scale.numel() == 1:
+        is_valid = 0 < float(scale) < math.inf
+    elif scale.is_inference():
+        is_valid = _is_valid(scale)
+    else:
+        is_valid = _CHECKED.get(scale) == scale._version or _is_valid(scale)
+        if is_valid:
+            _CHECKED[scale] = scale._version
+    if not is_valid:
+        raise ValueError("a scale must be positive and finite")
+
+
+def _is_valid(scale: Tensor) -> bool:
+    return bool(((scale > 0) & torch.isfinite(scale)).all())
+
+
 class OperandQuantizer(nn.Module):
     """A module that rounds one operand of a site to its dtype. Without a range, the operand passes through.
 
@@ -214,8 +238,7 @@ class OperandQuantizer(nn.Module):
         zero_point: int | None = None,
     ) -> None:
         """Set the range of all calls, and enable the quantizer."""
-        if not bool(((scale > 0) & torch.isfinite(scale)).all()):
-            raise ValueError("a scale must be positive and finite")
+        _check(scale)
         self.scale = scale.detach().clone()
         self.zero_point = (
             None if zero_point is None else torch.tensor(zero_point, dtype=torch.uint8, device=scale.device)

@@ -100,10 +100,10 @@ class SavedState:
 
     def restore(self) -> None:
         for holder, attributes in self._saved_attributes:
-            for name in _saved_names(holder) - attributes.keys():
+            for name in [name for name in holder if name not in attributes and _is_state(name, holder[name])]:
                 del holder[name]
             for name, value in attributes.items():
-                before = value.restore() if isinstance(value, _Copy | _Contents) else value
+                before = value.restore() if type(value) in _RESTORED else value
                 # Only changed entries, one at a time: the dictionaries of scripted modules allow nothing else.
                 if name not in holder or holder[name] is not before:
                     holder[name] = before
@@ -126,23 +126,29 @@ def untouched(model: nn.Module) -> Iterator[None]:
         yield
 
 
+_RESTORED = (_Copy, _Contents)
+
+
 def _saved_attributes(holder: dict[str, Any]) -> dict[str, Any]:
-    return {name: _saved(holder[name]) for name in _saved_names(holder)}
+    return {name: _saved(value) for name, value in holder.items() if _is_state(name, value)}
 
 
 def _saved(value: Any, depth: int = 0) -> Any:
     """Return a value, or a copy that can restore it; ``depth`` is the number of containers around it."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else _Copy.of(value)
     # A container may contain itself.
     return _Contents.of(value, depth) if _is_container(value) and depth < _DEEPEST else value
 
 
-def _saved_names(holder: dict[str, Any]) -> set[str]:
-    return {name for name, value in holder.items() if name not in _OF_TORCH and _is_saved(value)}
-
-
-def _is_saved(value: Any) -> bool:
+def _is_state(name: str, value: Any) -> bool:
+    """Return whether an attribute of a module belongs to the state. Most are plain, which is checked first."""
+    if name in _OF_TORCH:
+        return False
+    if type(value) in _PLAIN:
+        return True
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
     return isinstance(value, _PLAIN) or _is_container(value)

@@ -334,7 +334,10 @@ def move_beside_parameters(site: Site, proxy: nn.Module) -> None:
     while nearest is None and path:
         path = path.rpartition(".")[0]
         nearest = next(proxy.get_submodule(path).parameters(), None)
-    if nearest is not None and not nearest.is_meta:
+    if nearest is None or nearest.is_meta:
+        return
+    # Moving nothing takes longer than all other steps of a plan.
+    if any(tensor.device != nearest.device for tensor in (*site.parameters(), *site.buffers())):
         site.to(nearest.device)
 
 

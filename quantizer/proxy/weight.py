@@ -397,7 +397,7 @@ def non_finite(value: Tensor) -> str | None:
     if value.is_meta or value.layout != torch.strided or value.numel() == 0 or not value.is_floating_point():
         return None
     # torch has no aminmax for 8-bit floats.
-    low, high = (float(bound) for bound in torch.aminmax(_wide(in_memory_order(value.detach()))))
+    low, high = torch.stack(torch.aminmax(_wide(in_memory_order(value.detach())))).tolist()
     if math.isnan(low) or math.isnan(high):
         return "NaN"
     return None if math.isfinite(low) and math.isfinite(high) else "-inf" if high != math.inf else "inf"

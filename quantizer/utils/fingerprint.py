@@ -18,25 +18,49 @@ from __future__ import annotations
 import hashlib
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantizer.errors import CalibrationError, QuantizerError
+from quantizer.utils import devices
 
 
 def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
     """Return the SHA-256 (hexadecimal) of the name, type, shape and values of every tensor, and of ``text``."""
     digest = hashlib.sha256(text.encode())
+    values = _bytes_of(tensors)
     for name in sorted(tensors):
-        value = tensors[name].detach().cpu().contiguous()
-        digest.update(f"\0{name}\0{value.dtype}\0{list(value.shape)}\0".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().data)
+        digest.update(f"\0{name}\0{tensors[name].dtype}\0{list(tensors[name].shape)}\0".encode())
+        digest.update(values[name].numpy().data)
     return digest.hexdigest()
+
+
+_SMALL = 2**20
+"""The most bytes of a tensor that is copied from a GPU together with others."""
+
+
+def _bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values as uint8 [*] on the CPU.
+
+    All small tensors of a device are copied at once, because each copy waits for the device.
+    """
+    values = {name: tensor.detach().contiguous().flatten().view(torch.uint8) for name, tensor in tensors.items()}
+    small: dict[torch.device, list[str]] = defaultdict(list)
+    for name, value in values.items():
+        if devices.is_apart(value.device) and len(value) <= _SMALL:
+            small[value.device].append(name)
+    for names in small.values():
+        sizes = [len(values[name]) for name in names]
+        copied = torch.split(torch.cat([values[name] for name in names]).cpu(), sizes)
+        values.update(zip(names, copied, strict=True))
+    return {name: value.cpu() for name, value in values.items()}
 
 
 _SAMPLE = 1024
@@ -76,7 +100,7 @@ class Fingerprint:
         for path, parameter in model.named_parameters():
             stamp = stamps[path] = TensorStamp.of(parameter)
             same = known is not None and before.get(path) == stamp
-            prints[path] = known.parameters[path] if known is not None and same else _print(parameter.detach())
+            prints[path] = known.parameters[path] if known is not None and same else _known_print(parameter, stamp)
         return cls(prints, stamps)
 
     def plain(self) -> dict[str, list[Any]]:
@@ -156,6 +180,18 @@ def _alike(entry: _ParameterPrint, other: _ParameterPrint) -> bool:
     return abs(entry.magnitude - other.magnitude) <= _CAST * max(entry.magnitude, other.magnitude)
 
 
+_PRINTS: MutableMapping[Tensor, tuple[TensorStamp, _ParameterPrint]] = WeakTensorKeyDictionary()
+"""The last fingerprint of each parameter, with the stamp for which it holds, for as long as the parameter exists."""
+
+
+def _known_print(parameter: Tensor, stamp: TensorStamp) -> _ParameterPrint:
+    """Return the fingerprint of a parameter; if its stamp is the last one, without a copy of its values to the CPU."""
+    last = _PRINTS.get(parameter)
+    if last is None or last[0] != stamp:
+        last = _PRINTS[parameter] = stamp, _print(parameter.detach())
+    return last[1]
+
+
 def _print(value: Tensor) -> _ParameterPrint:
     shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     if value.is_meta or value.layout is not torch.strided:
@@ -210,8 +246,8 @@ class TensorStamp:
 def _checksum(tensor: Tensor) -> int:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     summed_bytes = len(flat) // (8 * _P * _Q) * (8 * _P * _Q)
-    checksum = zlib.crc32(flat[summed_bytes:].cpu().numpy().tobytes())
-    if flat.device.type == "cpu":
+    if not devices.is_apart(flat.device):
+        checksum = zlib.crc32(flat[summed_bytes:].numpy().tobytes())
         # numpy adds along columns three times as fast as torch. The second sum reads the part from the cache.
         for part in flat[:summed_bytes].numpy().view(np.uint64).reshape(-1, _P * _Q):
             checksum = zlib.crc32(np.add.reduce(part.reshape(_P, _Q), axis=0), checksum)
@@ -219,6 +255,7 @@ def _checksum(tensor: Tensor) -> int:
         return checksum
     aligned = flat[:summed_bytes] if flat.storage_offset() % 8 == 0 else flat[:summed_bytes].clone()
     words = aligned.view(torch.int64)
-    for rows, columns in ((_P, _Q), (_Q, _P)):
-        checksum = zlib.crc32(words.reshape(-1, rows, columns).sum(1).cpu().numpy().tobytes(), checksum)
-    return checksum
+    sums = [words.reshape(-1, rows, columns).sum(1).flatten() for rows, columns in ((_P, _Q), (_Q, _P))]
+    # One copy, because each copy waits for the device.
+    parts = [flat[summed_bytes:], *(each.view(torch.uint8) for each in sums)]
+    return zlib.crc32(torch.cat(parts).cpu().numpy().tobytes())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+import gc
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,17 @@ import torch
 from helpers import batch, tiny
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.engines.torch_engine import gpu_engine, gpu_operators
-from quantizer.engines.torch_engine.gpu_engine import create_on, engine_on
+from quantizer.engines.torch_engine.gpu_engine import PRECISIONS, create_on, engine_on
 from quantizer.engines.torch_engine.gpu_lowering import lower_for_gpu
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.errors import EngineError, MissingDependencyError
 from quantizer.export.onnx_import.importer import import_onnx
-from quantizer.numerics.triton_kernels.tiles import TileTable, first_tile
+from quantizer.numerics.triton_kernels.tiles import FLOAT16, LIBRARY, Measured, Method, Tile, TileTable, first_tile
 from quantizer.tasks.metrics import sqnr_db
 from quantizer.utils import lazy
 
@@ -153,6 +157,35 @@ def test_without_triton_the_error_names_the_extra(path: Path, monkeypatch: pytes
         load_engine("torch", path, device="cuda")
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [(None, torch.float16), ("bfloat16", torch.bfloat16)])
+def test_the_precision_of_non_quantized_operations(
+    path: Path, monkeypatch: pytest.MonkeyPatch, precision: str | None, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(gpu_engine, "no_gpu", lambda: None)
+    monkeypatch.setattr(gpu_engine, "import_library", lambda *_: None)
+    monkeypatch.setattr(
+        gpu_engine,
+        "engine_on",
+        lambda path, device, *, threads, dtype: engine_on(path, "cpu", threads=threads, dtype=dtype, triton=False),
+    )
+    engine = load_engine("torch", path, device="cuda", inference_precision=precision)
+    expected, other = (engine_on(path, "cpu", dtype=each, triton=False) for each in PRECISIONS.values())
+    if dtype is torch.bfloat16:
+        expected, other = other, expected
+    assert (_outputs(engine) == _outputs(expected)).all()
+    assert (_outputs(engine) != _outputs(other)).any()
+    assert sqnr_db(_outputs(other), _outputs(engine)) > 30
+
+
+def test_a_precision_that_an_engine_lacks(path: Path) -> None:
+    with pytest.raises(EngineError, match="inference_precision is 'float32', expected float16 or bfloat16"):
+        load_engine("torch", path, device="cuda", inference_precision="float32")
+    with pytest.raises(EngineError, match="on cpu has the precision of its file; pass it with device='cuda'"):
+        load_engine("torch", path, inference_precision="bfloat16")
+    with pytest.raises(EngineError, match="its file; leave it out"):
+        load_engine("onnxruntime", path, inference_precision="bfloat16")
+
+
 def test_an_engine_file_is_not_loaded_on_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="pass its ONNX file"):
         load_engine("torch", tmp_path / "m.engine", device="cuda")
@@ -185,45 +218,167 @@ def test_engines_of_a_cpu_import_nothing_of_a_gpu(path: Path, tmp_path: Path) ->
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("fastest", [0, -1], ids=["a_tile", "torch"])
-def test_tiles_are_measured_once_and_kept(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fastest: int
-) -> None:
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileTable]:
+    """The table of a process that has measured nothing."""
     _needs_interpreter()
-    inputs = {name: value.numpy() for name, value in batch("bert", seed=9).items()}
-    table, measured = TileTable(), list[list[Tensor]]()
-    for module in (gpu_engine, gpu_operators):
-        monkeypatch.setattr(module, "TABLE", table)
-    engine = engine_on(path, "cpu", triton=True)
-    before, turns = _outputs(engine), itertools.count()
-
-    def seconds(call: Any) -> float:
-        """Run a candidate. The first is the fastest for a tile, the last for operations of torch."""
-        result, (tile, *_) = call(), call.args
-        assert isinstance(result, Tensor)
-        if tile == first_tile(1):
-            measured.append([])
-        measured[-1].append(result)
-        return float(next(turns) if fastest == 0 else -next(turns))
-
-    # 24 tokens and 3 rows of the pooler; q, k and v, attention's output, up, down: alike in both layers.
-    assert engine.tune(inputs, tmp_path / "tiles.json", seconds=seconds) == 5
-    assert {product.rows for product in table} == {16, 32}
-    tiles = {table.tile(product, 1) for product in table}
-    assert tiles == ({first_tile(1)} if fastest == 0 else {None})
-    # Few rows leave one tile. Its results differ from those of torch only by the order of sums.
-    assert len(measured) == 5
-    for candidates in measured:
-        of_tile, of_torch = (result.float().numpy() for result in candidates)
-        assert sqnr_db(of_torch, of_tile) > 40
-    assert sqnr_db(before, _outputs(engine)) > 40
     fresh = TileTable()
     for module in (gpu_engine, gpu_operators):
         monkeypatch.setattr(module, "TABLE", fresh)
-    assert engine.tune(inputs, tmp_path / "tiles.json", seconds=lambda call: pytest.fail("measured again")) == 0
-    assert {product: fresh.tile(product, 1) for product in fresh} == {
-        product: table.tile(product, 1) for product in table
-    }
+    monkeypatch.setattr(gpu_operators, "_COPIES", copies := WeakTensorKeyDictionary())
+    yield fresh
+    copies.clear()
+
+
+class Clock:
+    """Seconds of candidates: 1 for the fastest, 1.5 for tiles, 2 for others. Keeps the results by candidate."""
+
+    def __init__(self, fastest: Method) -> None:
+        self.fastest = fastest
+        self.results: dict[Method, list[Tensor]] = defaultdict(list)
+
+    def __call__(self, call: Any) -> float:
+        """Run a candidate, and return its seconds."""
+        method = call.args[0]
+        self.results[method].append(call())
+        return 1.0 if method == self.fastest else 1.5 if isinstance(method, Tile) else 2.0
+
+
+INPUTS = {name: value.numpy() for name, value in batch("bert", seed=9).items()}
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("fastest", [first_tile(1), LIBRARY, FLOAT16], ids=["a_tile", LIBRARY, FLOAT16])
+def test_methods_are_measured_once_and_kept(
+    path: Path, fp8_path: Path, tmp_path: Path, table: TileTable, fastest: Method, kind: str
+) -> None:
+    engine, clock = engine_on(path if kind == "int8" else fp8_path, "cpu", triton=True), Clock(fastest)
+    before = _outputs(engine).astype("float32")
+    # 24 tokens and 3 rows of the pooler; q, k and v, attention's output, up, down: alike in both layers.
+    assert engine.tune(INPUTS, tmp_path / "tiles.json", seconds=clock) == 5
+    assert {product.rows for product in table} == {16, 32}
+    # torch._int_mm takes more than 16 rows.
+    tile, library = clock.results[first_tile(1)], clock.results[LIBRARY]
+    assert len(library) == (4 if kind == "int8" else 5)
+    for mine, theirs in zip(library, tile, strict=False):
+        # Sums of INT8 are exact; those of FP8 differ by their order.
+        assert torch.equal(mine, theirs) if kind == "int8" else _db(theirs, mine) > 30
+    assert all(_db(theirs, mine) > 30 for mine, theirs in zip(clock.results[FLOAT16], tile, strict=True))
+    methods = [table[product].method for product in sorted(table)]
+    assert methods[1:] == [fastest] * 4
+    assert methods[0] == (first_tile(1) if fastest == LIBRARY and kind == "int8" else fastest)
+    assert _db(before, _outputs(engine).astype("float32")) > 35
+    fresh = TileTable()
+    fresh.read(tmp_path / "tiles.json")
+    assert {product: fresh[product] for product in fresh} == {product: table[product] for product in table}
+    assert engine.tune(INPUTS, tmp_path / "tiles.json", seconds=lambda call: pytest.fail("measured again")) == 0
+
+
+def _db(expected: Any, found: Any) -> float:
+    return sqnr_db(*(torch.as_tensor(each).float().numpy() for each in (expected, found)))
+
+
+def test_a_plan_says_which_layers_are_not_computed_by_the_kernel(path: Path, fp8_path: Path, table: TileTable) -> None:
+    engine = engine_on(path, "cpu", triton=True)
+    assert not any(kernel.measured for kernel in engine.plan.kernels)
+    engine.tune(INPUTS, seconds=Clock(FLOAT16))
+    (up,) = engine.plan.of("encoder.layer.1.intermediate")
+    assert up.measured == ("float16: 1.50 times as fast as 8 bits at 17 to 32 tokens",)
+    *_, pooler = engine.plan.of("pooler")
+    assert pooler.measured == ("float16: 1.50 times as fast as 8 bits at 1 to 16 tokens",)
+    assert f"\n    {up.measured[0]}" in str(engine.plan)
+    # Another engine in the same process has the same layers in FP8, which were not measured.
+    other = engine_on(fp8_path, "cpu", triton=True)
+    assert not any(kernel.measured for kernel in other.plan.kernels)
+    other.tune(INPUTS, seconds=Clock(LIBRARY))
+    text = "torch._scaled_mm and a kernel for what follows: 1.50 times as fast as the kernel at 17 to 32 tokens"
+    assert other.plan.of("encoder.layer.1.intermediate")[0].measured == (text,)
+
+
+def test_a_plan_joins_neighbouring_numbers_of_tokens(path: Path, table: TileTable) -> None:
+    engine = engine_on(path, "cpu", triton=True)
+    engine.tune(INPUTS, seconds=Clock(FLOAT16))
+    (product,) = (each for each in table if each.epilogue.startswith("gelu"))
+    methods = {16: (FLOAT16, 1.5), 32: (FLOAT16, 1.25), 128: (FLOAT16, 1.2), 256: (LIBRARY, None)}
+    table._entries |= {replace(product, rows=rows): Measured(*measured) for rows, measured in methods.items()}
+    assert engine.plan.of("encoder.layer.0.intermediate")[0].measured == (
+        "float16: 1.25 to 1.50 times as fast as 8 bits at 1 to 32 tokens",
+        "float16: 1.20 times as fast as 8 bits at 65 to 128 tokens",
+        "torch._int_mm and a kernel for what follows: the kernel did not run at 129 to 256 tokens",
+    )
+
+
+def test_a_copy_of_a_weight_in_float16_exists_only_where_it_is_used(path: Path, table: TileTable) -> None:
+    engine = engine_on(path, "cpu", triton=True)
+    for fastest in (first_tile(1), LIBRARY):
+        table._entries.clear()
+        engine.tune(INPUTS, seconds=Clock(fastest))
+        assert len(gpu_operators._COPIES) == 0
+    table._entries.clear()
+    engine.tune(INPUTS, seconds=Clock(FLOAT16))
+    _outputs(engine)
+    assert len(gpu_operators._COPIES) == 9  # four products in each of two layers, and the pooler
+    copies = {copy.data_ptr() for copy in gpu_operators._COPIES.values()}
+    _outputs(engine)
+    assert {copy.data_ptr() for copy in gpu_operators._COPIES.values()} == copies
+
+
+def test_a_copy_of_a_weight_is_freed_with_it(table: TileTable) -> None:
+    a, weight = (torch.ones(rows, 8, dtype=torch.int8) for rows in (2, 3))
+    operands = (0.5, torch.ones(3), None, None, None, 0, "none", torch.float16, 1)
+    assert gpu_operators.linear_with(FLOAT16, a, weight, *operands).tolist() == [[4.0] * 3] * 2
+    assert [copy.dtype for copy in gpu_operators._COPIES.values()] == [torch.float16]
+    del weight
+    gc.collect()
+    assert len(gpu_operators._COPIES) == 0
+
+
+@pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn])
+def test_the_largest_sums_do_not_overflow_in_float16(table: TileTable, storage: torch.dtype) -> None:
+    lowest = -128 if storage is torch.int8 else -448
+    a, weight = (torch.full((rows, 300), lowest, dtype=torch.float32).to(storage) for rows in (2, 3))
+    operands = (1e-3, torch.full((3,), 1e-3), None, None, None, 0, "none", torch.float32, 1)
+    found = gpu_operators.linear_with(FLOAT16, a, weight, *operands)
+    torch.testing.assert_close(found, torch.full((2, 3), 300 * lowest**2 * 1e-6), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_methods_are_timed_as_replays_of_a_graph_if_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, is_captured: bool
+) -> None:
+    """A call takes 2 ms with its launch, and 1 ms in a graph."""
+    milliseconds = [0.0]
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.time = milliseconds[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.time - self.time
+
+    def capture(compute: Any, inputs: list[Tensor]) -> Any:
+        if not is_captured:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        before = milliseconds[0]
+        assert compute(*inputs) == []
+        calls = (milliseconds[0] - before) / 2
+
+        def replay(given: list[Tensor]) -> list[Tensor]:
+            milliseconds[0] += calls
+            return given
+
+        return replay
+
+    def call() -> None:
+        milliseconds[0] += 2
+
+    monkeypatch.setattr(gpu_engine, "captured", capture)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert gpu_engine.gpu_seconds(call) == pytest.approx(0.001 if is_captured else 0.002)
 
 
 def test_a_cpu_has_no_graphs(path: Path) -> None:

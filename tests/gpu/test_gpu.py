@@ -209,6 +209,30 @@ def test_an_engine_whose_kernels_read_and_write_8_bits(device: str, tmp_path: Pa
     assert engine.no_graphs is None
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_methods_of_a_linear_layer_compute_what_the_reference_does(device: str, kind: str) -> None:
+    """Each tile, torch's 8-bit matrix multiplication, and float16; with float16 and 8-bit results."""
+    pytest.importorskip("triton", reason="kernels need enginequant[triton]")
+    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    from quantizer.engines.torch_engine.gpu_operators import linear_with, product_of
+    from quantizer.numerics.triton_kernels import reference
+    from quantizer.numerics.triton_kernels.tiles import methods_for
+
+    dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+    generator = torch.Generator().manual_seed(0)
+    a, w = ((40 * torch.randn(rows, 96, generator=generator)).to(dtype).to(device) for rows in (100, 48))
+    scales, bias = (torch.rand(48, generator=generator).to(device) / 100 for _ in range(2))
+    for result, next_scale in ((torch.float16, None), (dtype, torch.full((1,), 0.01, device=device))):
+        operands = (0.02, scales, bias, None, next_scale, 0, "gelu", result, 1)
+        expected = reference.linear(a, w, 0.02, scales, bias, None, next_scale, activation="gelu", dtype=result)
+        methods = methods_for(product_of(100, w, *operands))
+        assert len(methods) == 6
+        for method in methods:
+            found = linear_with(method, a, w, *operands)
+            assert sqnr_db(expected.float().cpu().numpy(), found.float().cpu().numpy()) > 30, method
+
+
 def _in_ranks(rank: int, world: int, device: str, folder: str) -> None:
     """Calibrate on a share of the batches, train a step, and write the plan and the checksum of the parameters."""
     kind = "nccl" if device == "cuda" else "gloo"

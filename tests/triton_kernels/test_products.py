@@ -144,3 +144,23 @@ def test_a_scale_for_each_column_of_the_result(parts: int) -> None:
     assert torch.equal(found, reference.linear(*arguments, dtype=INT8, parts=parts))
     columns = found.transpose(0, 1).reshape(37, 48) if parts > 1 else found
     assert torch.equal(columns, (floats / next_scale).round().clamp(-128, 127).to(INT8))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_epilogue_alone_writes_what_a_product_with_it_does(size: tuple[int, int, int]) -> None:
+    """Its operand is the exact sums of another library: int32, or float32 for the sums of FP8."""
+    m, n, k = size
+    generator = torch.Generator().manual_seed(0)
+    a, w = _quantized(generator, INT8, m, k), _quantized(generator, INT8, n, k)
+    sums = a.int() @ w.int().t()
+    scales, bias = torch.rand(n, generator=generator) / 100, torch.randn(n, generator=generator)
+    residual = torch.randn(m, n, generator=generator).half()
+    parts = 3 if n % 3 == 0 else 1
+    for activation, result in itertools.product(("none", "gelu"), (torch.float16, torch.bfloat16, INT8, FP8)):
+        next_scale = torch.rand(n, generator=generator) / 10 if result in (INT8, FP8) else None
+        epilogue = products.Epilogue(activation=activation, dtype=result, parts=parts)
+        rest = (0.02, scales, bias, residual if parts == 1 else None, next_scale, epilogue)
+        point = 5 if result == INT8 else 0
+        expected = products.linear(a, w, *rest, TILE, zero_point=point)
+        for x in (sums, sums.float()):
+            assert steps(products.finished(x, *rest, zero_point=point), expected) == 0

@@ -1,4 +1,4 @@
-"""The table of measured tiles, with times that the tests give."""
+"""The table of measured tiles, libraries and float16, with times that the tests give."""
 
 from __future__ import annotations
 
@@ -8,13 +8,36 @@ from pathlib import Path
 import pytest
 
 from quantizer.errors import EngineError
-from quantizer.numerics.triton_kernels.tiles import TILES, Product, TileTable, bucket, first_tile, tiles_for
+from quantizer.numerics.triton_kernels.tiles import (
+    FLOAT16,
+    LIBRARY,
+    TILES,
+    Measured,
+    Method,
+    Product,
+    TileTable,
+    bucket,
+    first_tile,
+    methods_for,
+    tiles_for,
+)
 
-PRODUCT = Product(64, 96, 48, "gelu, int8", "9.0")
+PRODUCT = Product(64, 96, 48, "int8", "gelu, int8", "9.0")
 
 
-def _calls() -> dict[object, Callable[[], object]]:
-    return {tile: lambda tile=tile: tile for tile in (*TILES, None)}
+def _calls() -> dict[Method, Callable[[], object]]:
+    return {method: lambda method=method: method for method in (*TILES, LIBRARY, FLOAT16)}
+
+
+def _measured(times: dict[Method, float]) -> Measured:
+    """What a table keeps if the methods take these seconds, and all others fail."""
+
+    def seconds(call: Callable[[], object]) -> float:
+        return times[call()]  # type: ignore[index]
+
+    table = TileTable()
+    assert table.measure(PRODUCT, _calls(), seconds) == times
+    return table[PRODUCT]
 
 
 def test_products_of_one_bucket_share_a_tile() -> None:
@@ -23,23 +46,42 @@ def test_products_of_one_bucket_share_a_tile() -> None:
     assert set(tiles_for(4096)) == set(TILES)
 
 
-@pytest.mark.parametrize("fastest", [*TILES, None])
-def test_the_fastest_is_kept(fastest: object) -> None:
+@pytest.mark.parametrize("fastest", [*TILES, LIBRARY, FLOAT16])
+def test_the_fastest_is_kept(fastest: Method) -> None:
     table = TileTable()
     times = table.measure(PRODUCT, _calls(), lambda call: 1.0 if call() == fastest else 2.0)
-    assert len(times) == len(TILES) + 1
-    assert table.tile(PRODUCT, 50) == fastest
+    assert len(times) == len(TILES) + 2
+    assert table.method(PRODUCT, 50) == fastest
+    assert table[PRODUCT].gain == (2.0 if fastest in (LIBRARY, FLOAT16) else None)
 
 
 def test_a_tile_that_does_not_compile_is_left_out() -> None:
-    def seconds(call: Callable[[], object]) -> float:
-        if call() != TILES[1]:
-            raise RuntimeError("out of resource: shared memory")
-        return 1.0
+    assert _measured({TILES[1]: 1.0}) == Measured(TILES[1])
 
-    table = TileTable()
-    assert set(table.measure(PRODUCT, _calls(), seconds)) == {TILES[1]}
-    assert table.tile(PRODUCT, 50) == TILES[1]
+
+def test_a_library_or_float16_is_taken_only_if_it_was_faster() -> None:
+    assert _measured({TILES[0]: 2.0, LIBRARY: 2.0, FLOAT16: 2.0}) == Measured(TILES[0])
+    assert _measured({TILES[0]: 3.0, TILES[1]: 2.5, LIBRARY: 2.0}) == Measured(LIBRARY, 1.25)
+    # Float16 needs a second copy of the weight.
+    assert _measured({TILES[0]: 2.0, LIBRARY: 3.0, FLOAT16: 1.95}) == Measured(TILES[0])
+    assert _measured({TILES[0]: 3.0, LIBRARY: 2.0, FLOAT16: 1.6}) == Measured(FLOAT16, 1.25)
+    assert _measured({FLOAT16: 1.6}) == Measured(FLOAT16)
+    assert _measured({LIBRARY: 1.6, FLOAT16: 1.6}) == Measured(LIBRARY)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "operands", "has_library"),
+    [
+        *((64, 96, 48, "int8", True), (16, 96, 48, "int8", False), (32, 96, 48, "int8", True)),
+        *((64, 100, 48, "int8", False), (64, 96, 40, "int8", False), (64, 16, 16, "int8", True)),
+        *((16, 96, 48, "float8_e4m3fn", True), (64, 100, 48, "float8_e4m3fn", False)),
+    ],
+)
+def test_shapes_that_a_library_takes(rows: int, n: int, k: int, operands: str, has_library: bool) -> None:
+    methods = methods_for(Product(rows, n, k, operands, "none", "9.0"))
+    assert (LIBRARY in methods) == has_library
+    assert methods[-1] == FLOAT16
+    assert methods[: len(list(tiles_for(rows)))] == list(tiles_for(rows))
 
 
 def test_a_product_that_was_never_measured_or_could_not_be_has_the_first_choice() -> None:
@@ -49,32 +91,45 @@ def test_a_product_that_was_never_measured_or_could_not_be_has_the_first_choice(
     table = TileTable()
     assert table.measure(PRODUCT, _calls(), seconds) == {}
     assert PRODUCT not in table
-    assert table.tile(PRODUCT, 50) == first_tile(50)
+    assert table.method(PRODUCT, 50) == first_tile(50)
 
 
 def test_a_table_is_kept_in_a_file(tmp_path: Path) -> None:
-    other = Product(16, 1, 2, "none", "8.0")
-    table = TileTable({PRODUCT: TILES[2], other: None})
+    entries = {
+        PRODUCT: Measured(LIBRARY, 1.25),
+        Product(16, 1, 2, "int8", "none", "8.0"): Measured(FLOAT16),
+        Product(64, 1, 2, "int8", "none", "8.0"): Measured(TILES[1]),
+    }
+    table = TileTable(entries)
     table.write(tmp_path / "tiles.json")
     again = TileTable()
     again.read(tmp_path / "missing.json")
     assert list(again) == []
     again.read(tmp_path / "tiles.json")
-    assert {product: again.tile(product, 1) for product in again} == {PRODUCT: TILES[2], other: None}
+    assert {product: again[product] for product in again} == entries
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("", "{", "double quotes"),
-        ('"format": 1', '"format": 9', "its format is 9"),
-        ('"rows": 16', '"rows": 7', "tile"),
+        ('"format": 2', '"format": 1', "its format is 1, but this release reads format 2"),
+        ('"rows": 16', '"rows": 7', "is not a method of this release"),
+        ('"depth": 48', '"depth": "x"', "depth"),
     ],
 )
 def test_a_damaged_file(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = tmp_path / "tiles.json"
-    TileTable({PRODUCT: TILES[0]}).write(path)
+    TileTable({PRODUCT: Measured(TILES[0])}).write(path)
     text = path.read_text()
     path.write_text(text.replace(old, new) if old else new)
     with pytest.raises(EngineError, match=f"tiles.json is not a table of tiles: .*{message}.*delete it"):
+        TileTable().read(path)
+
+
+def test_a_file_with_a_library_for_a_shape_that_it_does_not_take(tmp_path: Path) -> None:
+    path = tmp_path / "tiles.json"
+    TileTable({PRODUCT: Measured(LIBRARY, 1.25)}).write(path)
+    path.write_text(path.read_text().replace('"columns": 96', '"columns": 97'))
+    with pytest.raises(EngineError, match="library is not a method of this release for Product"):
         TileTable().read(path)

@@ -55,7 +55,14 @@ class TorchBackend:
         return *warnings, *saturation_warnings(self.name, onnx_path)
 
     def load(
-        self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False, device: str = "cpu"
+        self,
+        path: Path,
+        *,
+        threads: int = 1,
+        verify: bool = True,
+        trust: bool = False,
+        device: str = "cpu",
+        inference_precision: str = "float16",
     ) -> TorchEngine:
         """Load an engine file, or lower an ``.onnx`` file for eager execution.
 
@@ -65,11 +72,12 @@ class TorchBackend:
             verify: compare an engine file with the checksum in it.
             trust: load a compiled engine, which is native code, even if this process has not built it.
             device: ``cuda`` for an ``.onnx`` file on a GPU, which needs the extra ``triton``.
+            inference_precision: type of non-quantized operations on a GPU, ``float16`` or ``bfloat16``.
         """
         if device != "cpu":
             from quantizer.engines.torch_engine.gpu_engine import load_on_gpu
 
-            return load_on_gpu(path, threads=threads)
+            return load_on_gpu(path, threads=threads, inference_precision=inference_precision)
         from quantizer.engines.torch_engine.engine import loaded, read_file
 
         return loaded(read_file(path, verify=verify, trust=trust), threads)

@@ -2,13 +2,13 @@
 
 A kernel that does not compile for the GPU is replaced by operations of torch when the engine is loaded, with its reason
 in the plan. From the second call with the same shapes on, an engine replays a CUDA graph. ``GpuEngine.tune`` measures
-the tiles of the linear layers for a shape.
+the methods of the linear layers for a shape: tiles of the kernel, products of torch, and float16.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,42 +20,62 @@ from quantizer.engines.base import InputSizes
 from quantizer.engines.measure import made_up_inputs
 from quantizer.engines.torch_engine.engine import TorchEngine
 from quantizer.engines.torch_engine.gpu_lowering import KERNELS, lower_for_gpu
-from quantizer.engines.torch_engine.gpu_operators import OPERATORS, linear_with, product_of
+from quantizer.engines.torch_engine.gpu_operators import (
+    OPERATORS,
+    drop_float16_weight,
+    has_float16_weight,
+    linear_with,
+    product_of,
+    rows_of,
+)
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.engines.torch_engine.kernel_plan import KernelPlan, kernel_plan
 from quantizer.engines.torch_engine.lowering import aten, is_call
-from quantizer.engines.torch_engine.shape_graphs import ShapeGraphs
+from quantizer.engines.torch_engine.shape_graphs import ShapeGraphs, captured
 from quantizer.errors import EngineError
 from quantizer.export.onnx_import.graph_builder import OperatorGraph
 from quantizer.export.onnx_import.importer import Imported, import_onnx
 from quantizer.numerics.formats import FP8
-from quantizer.numerics.triton_kernels.tiles import TABLE, tiles_for
+from quantizer.numerics.triton_kernels.tiles import FLOAT16, TABLE, methods_for
 from quantizer.utils.lazy import import_library
 
 _LEAST_CAPABILITY = (8, 0)
 """The first compute capability with matrix multiplications of INT8 and with bfloat16 in Triton."""
 
-
 _LEAST_FOR_FP8 = (8, 9)
+
+PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""The types of non-quantized operations by name."""
 
 
 class GpuEngine(TorchEngine):
     """Lowered graph on a GPU.
 
     Attributes:
-        plan: what each kernel reads and writes, and why.
+        plan: what each kernel reads and writes, how layers are computed after ``tune``, and why.
         no_graphs: why calls do not replay CUDA graphs; None: they do.
     """
 
-    plan: KernelPlan
-
-    def __init__(self, module: OperatorGraph, imported: Imported, device: str, threads: int, plan: KernelPlan) -> None:
+    def __init__(
+        self,
+        module: OperatorGraph,
+        imported: Imported,
+        device: str,
+        threads: int,
+        reasons: Mapping[str, str],
+        fallbacks: Mapping[str, str],
+    ) -> None:
         super().__init__(self._on_device, imported.inputs, imported.outputs, threads)
-        self.device, self.plan = device, plan
+        self.device = device
         self._module, self._program = module, program(module)
+        self._reasons, self._fallbacks = reasons, fallbacks
         self._graphs = ShapeGraphs(self._program)
         if device == "cpu":
             self._graphs.reason = "a CPU has no CUDA graphs"
+
+    @property
+    def plan(self) -> KernelPlan:
+        return kernel_plan(self._module, self._reasons, self._fallbacks, TABLE)
 
     @property
     def no_graphs(self) -> str | None:
@@ -77,11 +97,15 @@ class GpuEngine(TorchEngine):
         *,
         seconds: Callable[[Callable[[], object]], float] | None = None,
     ) -> int:
-        """Measure the tiles of the linear layers for inputs of a shape, and use the fastest from then on.
+        """Measure how the linear layers are fastest for inputs of a shape, and compute them so from then on.
+
+        The candidates are the tiles of the kernel, ``torch._int_mm`` or ``torch._scaled_mm`` with a kernel for what
+        follows, and the matrix multiplication in float16, which keeps a second copy of the weight. ``plan`` says which
+        layers are not computed by the kernel.
 
         Args:
             inputs: inputs as in a call of the engine.
-            file: the table of tiles to read first and to write; layers in it are not measured again.
+            file: the table of measurements to read first and to write; layers in it are not measured again.
             seconds: returns the seconds of a call; None: measured on the GPU.
 
         Returns:
@@ -103,7 +127,7 @@ class GpuEngine(TorchEngine):
 
 
 class _Tuner(fx.Interpreter):
-    """Interpreter that measures the tiles of each linear layer that has no entry in the table.
+    """Interpreter that measures the methods of each linear layer that has no entry in the table.
 
     Attributes:
         count: the linear layers that were measured.
@@ -116,47 +140,67 @@ class _Tuner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if is_call(n, OPERATORS["linear_8bit"].triton):
-            a, *operands = self.fetch_args_kwargs_from_env(n)[0]
-            product = product_of(a, *operands)
+            a, weight, *operands = self.fetch_args_kwargs_from_env(n)[0]
+            product = product_of(rows_of(a), weight, *operands)
             if product not in TABLE:
-                tiles = (*tiles_for(product.rows), None)
-                TABLE.measure(
-                    product, {tile: partial(linear_with, tile, a, *operands) for tile in tiles}, self._seconds
-                )
+                had_copy = has_float16_weight(weight)
+                calls = {method: partial(linear_with, method, a, weight, *operands) for method in methods_for(product)}
+                times = TABLE.measure(product, calls, self._seconds)
+                # A copy that an earlier shape uses may be read by another thread.
+                if not had_copy and not (times and TABLE[product].method == FLOAT16):
+                    drop_float16_weight(weight)
                 self.count += 1
         return super().run_node(n)
 
 
-_TIMED_CALLS = 10
+_TIMED, _CALLS = 10, 10
+"""The timed replays, and the calls in each."""
 
 
 def gpu_seconds(call: Callable[[], object]) -> float:
-    """Return the median time of a call by the clock of the GPU, in seconds."""
+    """Return the median time of a call by the clock of the GPU, in seconds.
+
+    The calls are replayed from a CUDA graph, as an engine does, so that a method with several kernels does not lose by
+    their launches. What cannot be captured is timed as it is.
+    """
+
+    def several() -> list[Tensor]:
+        for _ in range(_CALLS):
+            call()
+        return []
+
+    try:
+        run: Callable[[], object] = partial(captured(several, []), [])
+    except RuntimeError:
+        run = several
     cuda: Any = torch.cuda
-    taken: list[float] = []
-    for turn in range(-2, _TIMED_CALLS):
+    times: list[float] = []
+    for turn in range(-2, _TIMED):
         start, end = (cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call()
+        run()
         end.record()
         torch.cuda.synchronize()
         if turn >= 0:
-            taken.append(start.elapsed_time(end) / 1000)
-    return statistics.median(taken)
+            times.append(start.elapsed_time(end) / 1000 / _CALLS)
+    return statistics.median(times)
 
 
-def load_on_gpu(path: Path, *, threads: int = 1, dtype: torch.dtype = torch.float16) -> GpuEngine:
+def load_on_gpu(path: Path, *, threads: int = 1, inference_precision: str = "float16") -> GpuEngine:
     """Return the engine of an ONNX file on the current GPU.
 
     Args:
         path: a Q/DQ file.
         threads: number of CPU threads.
-        dtype: type of values that are not quantized, float16 or bfloat16.
+        inference_precision: type of non-quantized operations, ``float16`` or ``bfloat16``.
 
     Raises:
-        EngineError: there is no GPU, it is too old, or the graph does not run.
+        EngineError: another precision; there is no GPU, it is too old, or the graph does not run.
         MissingDependencyError: Triton is not installed.
     """
+    dtype = PRECISIONS.get(inference_precision)
+    if dtype is None:
+        raise EngineError(f"inference_precision is {inference_precision!r}, expected {' or '.join(PRECISIONS)}")
     if path.suffix.lower() != ".onnx":
         raise EngineError(f"{path} is an engine for the CPU: pass its ONNX file to load it on a GPU")
     if (reason := no_gpu()) is not None:
@@ -210,7 +254,7 @@ def engine_on(
     module = imported.module.to(device)
     create_on(module, device)
     fallbacks = replace_failing(module, sample_inputs(imported, sizes, device)) if triton else {}
-    return GpuEngine(module, imported, device, threads, kernel_plan(module, reasons, fallbacks))
+    return GpuEngine(module, imported, device, threads, reasons, fallbacks)
 
 
 _FACTORIES = (aten.arange.default, aten.arange.start_step, aten.full.default, aten.scalar_tensor.default)

@@ -17,15 +17,19 @@ quantize_8bit           the quantized values of x
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, MutableMapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from quantizer.numerics.formats import FP8, INT8
 from quantizer.numerics.triton_kernels import reference
-from quantizer.numerics.triton_kernels.tiles import TABLE, Product, Tile, bucket
+from quantizer.numerics.triton_kernels.tiles import LIBRARY, TABLE, Method, Product, Tile, bucket
 
 _NORM = (
     "Tensor weight, Tensor? bias, float eps, bool rms, bool total, bool value, ScalarType? quantized_as, "
@@ -55,14 +59,23 @@ def _linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
     return y.reshape(_shape(a, weight, parts))
 
 
-def product_of(a: Tensor, weight: Tensor, *operands: Any) -> Product:
-    """Return the matrix multiplication of a call of ``linear_8bit`` as an entry of a table of tiles."""
+def product_of(rows: int, weight: Tensor, *operands: Any) -> Product:
+    """Return the matrix multiplication of a call of ``linear_8bit`` as an entry of a table of tiles.
+
+    Args:
+        rows: the number of rows of a.
+        weight: w.
+        operands: the operands after it.
+    """
     *_, bias, residual, _, _, activation, dtype, parts = operands
-    epilogue = [activation, str(dtype).removeprefix("torch."), f"{parts} results"]
+    epilogue = [activation, _name(dtype), f"{parts} results"]
     epilogue += ["bias"] * (bias is not None) + ["residual"] * (residual is not None)
-    rows = bucket(a.numel() // a.shape[-1])
     n, k = weight.shape
-    return Product(rows, n, k, ", ".join(epilogue), _capability(a.device))
+    return Product(bucket(rows), n, k, _name(weight.dtype), ", ".join(epilogue), _capability(weight.device))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @cache
@@ -70,21 +83,73 @@ def _capability(device: torch.device) -> str:
     return ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else device.type
 
 
+def rows_of(a: Tensor) -> int:
+    """Return the number of rows of an operand [.., K]."""
+    return a.numel() // a.shape[-1]
+
+
 def _triton_linear(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
-    return linear_with(TABLE.tile(product_of(a, weight, *operands), a.numel() // a.shape[-1]), a, weight, *operands)
+    rows = rows_of(a)
+    return linear_with(TABLE.method(product_of(rows, weight, *operands), rows), a, weight, *operands)
 
 
-def linear_with(tile: Tile | None, a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
-    """Compute ``linear_8bit`` with a tile; None: with operations of torch."""
-    if tile is None:
-        return _linear(a, weight, *operands)
-    from quantizer.numerics.triton_kernels.products import Epilogue, linear
+def linear_with(method: Method, a: Tensor, weight: Tensor, *operands: Any) -> Tensor:
+    """Compute ``linear_8bit`` by a method."""
+    from quantizer.numerics.triton_kernels.products import Epilogue, finished, linear
 
     scale, scales, bias, residual, next_scale, zero_point, activation, dtype, parts = operands
     rows, added = _rows(a), None if residual is None else _rows(residual)
     epilogue = Epilogue(activation=activation, dtype=dtype, parts=parts)
-    y = linear(rows, weight, scale, scales, bias, added, next_scale, epilogue, tile, zero_point=zero_point)
+    if isinstance(method, Tile):
+        y = linear(rows, weight, scale, scales, bias, added, next_scale, epilogue, method, zero_point=zero_point)
+    else:
+        if method == LIBRARY:
+            sums = _library_product(rows, weight)
+        else:
+            # Quantized values are exact in float16, and the divided sums do not overflow.
+            sums, scale = functional.linear(rows.half(), float16_weight(weight)), scale * 2.0 ** _shift(weight)
+        y = finished(sums, scale, scales, bias, added, next_scale, epilogue, zero_point=zero_point)
     return y.reshape(_shape(a, weight, parts))
+
+
+def _library_product(a: Tensor, w: Tensor) -> Tensor:
+    """Return a w^T [M, N]: int32 of INT8, float32 of FP8."""
+    if a.dtype is INT8.storage:
+        return torch._int_mm(a, w.t())
+    one = _one(a.device)
+    return torch._scaled_mm(a, w.t(), one, one, out_dtype=torch.float32, use_fast_accum=True)
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
+
+
+_COPIES: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+"""The copies of weights in float16, for as long as the weights exist."""
+
+
+def float16_weight(weight: Tensor) -> Tensor:
+    """Return the copy of a weight in float16, w / 2^shift, which is made once."""
+    if weight not in _COPIES:
+        _COPIES[weight] = (weight.to(torch.float32) * 2.0 ** -_shift(weight)).half()
+    return _COPIES[weight]
+
+
+def has_float16_weight(weight: Tensor) -> bool:
+    """Return whether there is a copy of a weight in float16."""
+    return weight in _COPIES
+
+
+def drop_float16_weight(weight: Tensor) -> None:
+    """Free the copy of a weight in float16."""
+    _COPIES.pop(weight, None)
+
+
+def _shift(weight: Tensor) -> int:
+    """Return the least power of two by which sums of K products of quantized values must be divided for float16."""
+    largest = FP8.qmax if weight.dtype is FP8.storage else -INT8.qmin
+    return max(0, math.ceil(math.log2(weight.shape[1] * largest**2 / torch.finfo(torch.float16).max)))
 
 
 def _linear_without_data(a: Tensor, weight: Tensor, *operands: Any) -> Tensor:

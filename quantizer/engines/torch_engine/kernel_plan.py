@@ -1,5 +1,7 @@
 """Plan of the kernels of a graph of ``lower_for_gpu``: what each reads and writes, in 8 or in 16 bits, and why.
 
+A token is a row of a layer's input: a position of a sequence, a patch of an image, or a sample.
+
 >>> print(kernel_plan(module, reasons))
 encoder.layer.0.attention.output.LayerNorm: norm_8bit
     reads 16 bits of encoder.layer.0.attention.output.dense
@@ -9,16 +11,19 @@ encoder.layer.0.attention.output.LayerNorm: norm_8bit
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from quantizer.engines.torch_engine.gpu_lowering import EIGHT_BITS, EMBEDDING_NORMS, KERNELS, LINEARS, NORMS, QUANTIZERS
+from quantizer.engines.torch_engine.gpu_operators import OPERATORS, product_of
 from quantizer.engines.torch_engine.lowering import aten, decomposed, is_call
 from quantizer.export.onnx_import.graph_builder import OperatorGraph
+from quantizer.numerics.triton_kernels.tiles import FLOAT16, LIBRARY, Method, Product, Tile, TileTable, bucket
 
 _ATTENTION = aten.scaled_dot_product_attention.default
 _VIEWS = (
@@ -54,6 +59,8 @@ class PlannedKernel:
         reads: the operand, with its number of bits and the layer that wrote it.
         writes: its results.
         fallback: why it is computed by operations of torch; empty: it is one kernel.
+        measured: for which numbers of tokens a linear layer is computed by another method than its kernel, and how many
+            times as fast that was.
     """
 
     sites: tuple[str, ...]
@@ -62,12 +69,13 @@ class PlannedKernel:
     reads: str
     writes: tuple[Written, ...]
     fallback: str = ""
+    measured: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{', '.join(self.sites)}: {' + '.join((self.kernel, *self.fused))}", f"reads {self.reads}"]
         lines += [f"writes {result.bits} bits for {', '.join(result.readers)}" for result in self.writes]
         lines += [f"computed by operations of torch: {self.fallback}"] if self.fallback else []
-        return "\n    ".join(lines)
+        return "\n    ".join([*lines, *self.measured])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,10 @@ class KernelPlan:
 
 
 def kernel_plan(
-    module: OperatorGraph, reasons: Mapping[str, str], fallbacks: Mapping[str, str] | None = None
+    module: OperatorGraph,
+    reasons: Mapping[str, str],
+    fallbacks: Mapping[str, str] | None = None,
+    table: TileTable | None = None,
 ) -> KernelPlan:
     """Return what the kernels of a lowered graph read and write.
 
@@ -100,6 +111,7 @@ def kernel_plan(
         module: a graph of ``lower_for_gpu``.
         reasons: why layers are not lowered, by ONNX node, as ``lower_for_gpu`` returns them.
         fallbacks: why kernels are replaced by operations of torch, by node name, as ``replace_failing`` returns them.
+        table: the measured methods of linear layers; None: nothing was measured.
     """
     kernels = [
         PlannedKernel(
@@ -109,11 +121,56 @@ def kernel_plan(
             reads=_reads(node),
             writes=tuple(_writes(node)),
             fallback=(fallbacks or {}).get(node.name, ""),
+            measured=() if table is None else tuple(_measured(module, node, table)),
         )
         for node in module.graph.nodes
         if is_call(node, *KERNELS, _ATTENTION)
     ]
     return KernelPlan(tuple(kernels), {_site(name): reason for name, reason in reasons.items()})
+
+
+def _measured(module: OperatorGraph, node: fx.Node, table: TileTable) -> Iterator[str]:
+    """Yield the methods of a linear layer that were faster than its kernel, by numbers of tokens."""
+    if not is_call(node, OPERATORS["linear_8bit"].triton):
+        return
+    weight = module.get_buffer(str(node.args[1].target))  # type: ignore[union-attr]
+    layer = product_of(1, weight, *node.args[2:])
+    products = sorted(each for each in table if replace(each, rows=layer.rows) == layer)
+    for method, several in itertools.groupby(products, key=lambda product: table[product].method):
+        if not isinstance(method, Tile):
+            yield from _ranges(method, list(several), table)
+
+
+def _ranges(method: Method, products: Sequence[Product], table: TileTable) -> Iterator[str]:
+    """Yield one line for each range of tokens without a gap, of products by number of rows."""
+    begun: list[Product] = []
+    for product, following in itertools.zip_longest(products, products[1:]):
+        begun.append(product)
+        if following is None or following.rows != 2 * product.rows:
+            gains = [gain for each in begun if (gain := table[each].gain) is not None]
+            yield f"{_METHODS[method, product.operands]}: {_faster(method, gains)} at {_tokens(begun)} tokens"
+            begun = []
+
+
+_METHODS: Mapping[tuple[Method, str], str] = {
+    (LIBRARY, "int8"): "torch._int_mm and a kernel for what follows",
+    (LIBRARY, "float8_e4m3fn"): "torch._scaled_mm and a kernel for what follows",
+    (FLOAT16, "int8"): "float16",
+    (FLOAT16, "float8_e4m3fn"): "float16",
+}
+
+
+def _faster(method: Method, gains: Sequence[float]) -> str:
+    other = "8 bits" if method == FLOAT16 else "the kernel"
+    if not gains:
+        return f"{other} did not run"
+    least, most = (f"{value:.2f}" for value in (min(gains), max(gains)))
+    return f"{least if least == most else f'{least} to {most}'} times as fast as {other}"
+
+
+def _tokens(products: Sequence[Product]) -> str:
+    first, last = products[0].rows, products[-1].rows
+    return f"{1 if first == bucket(1) else first // 2 + 1} to {last}"
 
 
 def _site(name: str) -> str:

@@ -1,4 +1,7 @@
-"""The shape of a program's share of a product: the first choice for a number of rows, and a table of measured ones."""
+"""Methods of a product on a GPU: a kernel with a tile, a library, or float16; and the table of measured ones.
+
+A product that was not measured is computed by the kernel, with a tile that fits its number of rows.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final, Literal
 
 from quantizer.errors import EngineError
 from quantizer.utils.files import whole_file
@@ -43,6 +47,15 @@ _MANY_ROWS = Tile(128, 128, 128, 8, 4)
 TILES = (*(tile for _, tile in _BY_ROWS), _MANY_ROWS)
 """All tiles that are used. None of them spills registers; see benchmarks/results/gpu.md."""
 
+LIBRARY: Final = "library"
+"""``torch._int_mm`` or ``torch._scaled_mm``, and the epilogue as one elementwise kernel."""
+
+FLOAT16: Final = "float16"
+"""The matrix multiplication in float16, with a second copy of the weight, and the same epilogue."""
+
+Method = Tile | Literal["library", "float16"]
+"""How a product is computed: a tile of the kernel, ``LIBRARY`` or ``FLOAT16``."""
+
 
 def first_tile(rows: int) -> Tile:
     """Return a tile for a product with this number of rows: small ones for few, so that many programs run."""
@@ -59,12 +72,13 @@ def bucket(rows: int) -> int:
 
 @dataclass(frozen=True, order=True)
 class Product:
-    """A product whose tile is measured.
+    """A product whose method is measured.
 
     Attributes:
         rows: the bucket of its number of rows.
         columns: N.
         depth: K.
+        operands: the type of both operands, ``int8`` or ``float8_e4m3fn``.
         epilogue: the operations after the product in the kernel, such as ``gelu, int8``.
         capability: the compute capability of the GPU, such as ``9.0``.
     """
@@ -72,14 +86,29 @@ class Product:
     rows: int
     columns: int
     depth: int
+    operands: str
     epilogue: str
     capability: str
 
 
 @dataclass(frozen=True)
+class Measured:
+    """The fastest method of a product.
+
+    Attributes:
+        method: the method.
+        gain: how many times as fast it is as the fastest tile, for ``FLOAT16`` as the fastest method in 8 bits; None
+            for a tile, or if no other method ran.
+    """
+
+    method: Method
+    gain: float | None = None
+
+
+@dataclass(frozen=True)
 class _Entry:
     product: Product
-    tile: Tile | None
+    measured: Measured
 
 
 @dataclass(frozen=True)
@@ -88,16 +117,13 @@ class _File:
     entries: tuple[_Entry, ...]
 
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class TileTable:
-    """The fastest tiles that were measured.
+    """The fastest methods that were measured."""
 
-    A tile of None stands for operations of torch, which were faster than each tile.
-    """
-
-    def __init__(self, entries: Mapping[Product, Tile | None] | None = None) -> None:
+    def __init__(self, entries: Mapping[Product, Measured] | None = None) -> None:
         self._entries = dict(entries or {})
 
     def __contains__(self, product: Product) -> bool:
@@ -106,29 +132,33 @@ class TileTable:
     def __iter__(self) -> Iterator[Product]:
         return iter(self._entries)
 
-    def tile(self, product: Product, rows: int) -> Tile | None:
-        """Return the measured tile; for a product that was not measured, the first choice for its rows."""
-        return self._entries[product] if product in self._entries else first_tile(rows)
+    def __getitem__(self, product: Product) -> Measured:
+        return self._entries[product]
+
+    def method(self, product: Product, rows: int) -> Method:
+        """Return the fastest method; for a product that was not measured, the first tile for its rows."""
+        return self._entries[product].method if product in self._entries else first_tile(rows)
 
     def measure(
         self,
         product: Product,
-        candidates: Mapping[Tile | None, Callable[[], object]],
+        candidates: Mapping[Method, Callable[[], object]],
         seconds: Callable[[Callable[[], object]], float],
-    ) -> dict[Tile | None, float]:
+    ) -> dict[Method, float]:
         """Time the candidates, keep the fastest, and return the seconds of each that ran.
 
-        A candidate that raises, such as a tile that needs more shared memory than the GPU has, is left out. Nothing is
+        ``FLOAT16`` is kept only if it is 1.05 times as fast as each method in 8 bits, because it needs more memory. A
+        candidate that raises, such as a tile that needs more shared memory than the GPU has, is left out. Nothing is
         kept if all of them raise.
         """
-        times: dict[Tile | None, float] = {}
-        for tile, call in candidates.items():
+        times: dict[Method, float] = {}
+        for method, call in candidates.items():
             try:
-                times[tile] = seconds(call)
+                times[method] = seconds(call)
             except Exception:  # noqa: BLE001 - the compiler of kernels raises errors of many classes
                 continue
         if times:
-            self._entries[product] = min(times, key=lambda tile: times[tile])
+            self._entries[product] = _fastest(times)
         return times
 
     def read(self, path: Path) -> None:
@@ -140,14 +170,17 @@ class TileTable:
         if not path.exists():
             return
         try:
-            file: _File = decoded(_File, json_values(path.read_bytes()), "tiles")
-            if file.format != _FORMAT:
-                raise ValueError(f"its format is {file.format}, but this release reads format {_FORMAT}")
-            if unknown := [entry.tile for entry in file.entries if entry.tile not in (None, *TILES)]:
-                raise ValueError(f"{unknown[0]} is not a tile of this release")
+            values = json_values(path.read_bytes())
+            found = values.get("format") if isinstance(values, dict) else None
+            if found != _FORMAT:
+                raise ValueError(f"its format is {found}, but this release reads format {_FORMAT}")
+            file: _File = decoded(_File, values, "tiles")
+            for entry in file.entries:
+                if entry.measured.method not in methods_for(entry.product):
+                    raise ValueError(f"{entry.measured.method} is not a method of this release for {entry.product}")
         except (OSError, ValueError) as error:
             raise EngineError(f"{path} is not a table of tiles: {error}; delete it, and measure again") from error
-        self._entries |= {entry.product: entry.tile for entry in file.entries}
+        self._entries |= {entry.product: entry.measured for entry in file.entries}
 
     def write(self, path: Path) -> None:
         """Write all entries to a file.
@@ -155,13 +188,23 @@ class TileTable:
         Raises:
             EngineError: the file cannot be written.
         """
-        entries = [{"product": asdict(product), "tile": _plain(self._entries[product])} for product in sorted(self)]
+        entries = [asdict(_Entry(product, self._entries[product])) for product in sorted(self)]
         with whole_file(path, EngineError) as whole:
             whole.write_text(json.dumps({"format": _FORMAT, "entries": entries}, indent=1), encoding="utf-8")
 
 
-def _plain(tile: Tile | None) -> Mapping[str, int] | None:
-    return None if tile is None else asdict(tile)
+_WORTH_A_COPY = 1.05
+"""How many times as fast float16 must be for a second copy of the weight."""
+
+
+def _fastest(times: Mapping[Method, float]) -> Measured:
+    """Return the fastest method by the seconds of each."""
+    tiles = [taken for method, taken in times.items() if isinstance(method, Tile)]
+    eight_bits = [taken for method, taken in times.items() if method != FLOAT16]
+    if FLOAT16 in times and (not eight_bits or _WORTH_A_COPY * times[FLOAT16] < min(eight_bits)):
+        return Measured(FLOAT16, min(eight_bits) / times[FLOAT16] if eight_bits else None)
+    best = min((method for method in times if method != FLOAT16), key=lambda method: times[method])
+    return Measured(best, min(tiles) / times[best] if best == LIBRARY and tiles else None)
 
 
 def tiles_for(rows: int) -> Iterable[Tile]:
@@ -169,5 +212,20 @@ def tiles_for(rows: int) -> Iterable[Tile]:
     return [tile for tile in TILES if tile.rows <= bucket(rows)]
 
 
+_ALIGNED = 16
+"""N and K of a library's product are multiples of it."""
+
+
+def methods_for(product: Product) -> list[Method]:
+    """Return the methods to measure for a product; a library takes only N and K that are multiples of 16.
+
+    ``torch._int_mm`` also needs more than 16 rows.
+    """
+    is_aligned = product.columns % _ALIGNED == 0 and product.depth % _ALIGNED == 0
+    has_rows = product.operands != "int8" or product.rows > _LEAST_BUCKET
+    library: list[Method] = [LIBRARY] if is_aligned and has_rows else []
+    return [*tiles_for(product.rows), *library, FLOAT16]
+
+
 TABLE = TileTable()
-"""The tiles that were measured or read in this process."""
+"""The methods that were measured or read in this process."""
