@@ -94,6 +94,17 @@ def _whole_ways_share_translations(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _files_are_not_synced(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test outlives a loss of power: only ``tests/files`` waits until the disk has what was written."""
+    if request.path.parent.name == "files":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantizer.utils.files.writable._sync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _trials_are_made_here(request: pytest.FixtureRequest) -> Iterator[None]:
     """Engines are tried in this process, but for those tests that are about the other one."""
     if request.path.parent.name == "engines":

@@ -29,12 +29,24 @@ from quantizer.utils import lazy
 pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 
 
+def _exported(folder: Path, layers: int, **settings: Any) -> Path:
+    """A Q/DQ file of a tiny encoder."""
+    q, model = Quantizer(preset="plain", **settings), tiny("bert")
+    model.encoder.layer = model.encoder.layer[:layers]
+    q.calibrate(model, [batch("bert", seed=seed) for seed in range(4)])
+    return q.export(q.quantize(model), folder / "m.onnx", batch("bert"))
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Q/DQ file of a tiny encoder."""
-    q, model = Quantizer(preset="plain", backend="torch"), tiny("bert")
-    q.calibrate(model, [batch("bert", seed=seed) for seed in range(4)])
-    return q.export(q.quantize(model), tmp_path_factory.mktemp("gpu") / "m.onnx", batch("bert"))
+    """A file of two layers."""
+    return _exported(tmp_path_factory.mktemp("gpu"), 2, backend="torch")
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of one layer: Triton's interpreter takes a second for each."""
+    return _exported(tmp_path_factory.mktemp("one"), 1, backend="torch")
 
 
 def _outputs(engine: Any) -> Any:
@@ -47,9 +59,9 @@ def _needs_interpreter() -> None:
         pytest.skip("with a GPU, Triton does not interpret its kernels")
 
 
-def test_kernels_compute_what_their_references_do(path: Path) -> None:
+def test_kernels_compute_what_their_references_do(one_layer: Path) -> None:
     _needs_interpreter()
-    kernels, references = (engine_on(path, "cpu", triton=triton) for triton in (True, False))
+    kernels, references = (engine_on(one_layer, "cpu", triton=triton) for triton in (True, False))
     assert not [kernel for kernel in kernels.plan.kernels if kernel.fallback]
     assert [kernel.sites for kernel in kernels.plan.kernels] == [kernel.sites for kernel in references.plan.kernels]
     assert sqnr_db(_outputs(references), _outputs(kernels)) > 40
@@ -57,11 +69,8 @@ def test_kernels_compute_what_their_references_do(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fp8_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of the encoder in FP8, as for TensorRT."""
-    q = Quantizer(preset="plain", backend="tensorrt", dtype="fp8", sites={"matmul": False})
-    model = tiny("bert")
-    q.calibrate(model, [batch("bert", seed=seed) for seed in range(4)])
-    return q.export(q.quantize(model), tmp_path_factory.mktemp("fp8") / "m.onnx", batch("bert"))
+    """A file of one layer in FP8, as for TensorRT."""
+    return _exported(tmp_path_factory.mktemp("fp8"), 1, backend="tensorrt", dtype="fp8", sites={"matmul": False})
 
 
 def test_kernels_of_fp8_compute_what_their_references_do(fp8_path: Path) -> None:
@@ -187,14 +196,14 @@ def test_engines_of_a_cpu_import_nothing_of_a_gpu(path: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("fastest", [0, -1], ids=["a_tile", "torch"])
 def test_tiles_are_measured_once_and_kept(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fastest: int
+    one_layer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fastest: int
 ) -> None:
     _needs_interpreter()
     inputs = {name: value.numpy() for name, value in batch("bert", seed=9).items()}
     table, measured = TileTable(), list[list[Tensor]]()
     for module in (gpu_engine, gpu_operators):
         monkeypatch.setattr(module, "TABLE", table)
-    engine = engine_on(path, "cpu", triton=True)
+    engine = engine_on(one_layer, "cpu", triton=True)
     before, turns = _outputs(engine), itertools.count()
 
     def seconds(call: Any) -> float:
@@ -206,7 +215,7 @@ def test_tiles_are_measured_once_and_kept(
         measured[-1].append(result)
         return float(next(turns) if fastest == 0 else -next(turns))
 
-    # 24 tokens and 3 rows of the pooler; q, k and v, attention's output, up, down: alike in both layers.
+    # 24 tokens and 3 rows of the pooler; q, k and v, attention's output, up, down.
     assert engine.tune(inputs, tmp_path / "tiles.json", seconds=seconds) == 5
     assert {product.rows for product in table} == {16, 32}
     tiles = {table.tile(product, 1) for product in table}
