@@ -105,6 +105,17 @@ def _files_are_not_synced(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _exports_are_quick(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A quarter of an export finds where in the source each node comes from, which only messages of exports say."""
+    if request.path.name in ("test_export_errors.py", "test_export_by_values.py", "test_exporter_cache.py"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.fx.config.do_not_emit_stack_traces", True)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _trials_are_made_here(request: pytest.FixtureRequest) -> Iterator[None]:
     """Engines are tried in this process, but for those tests that are about the other one."""
     if request.path.parent.name == "engines":
