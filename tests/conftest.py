@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from functools import cache
 
 # Before transformers is imported anywhere: it reads these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+# Before torch is imported: each export has shapes of its own, so that looking each up takes an eighth of an export.
+os.environ["TORCH_FAKE_TENSOR_DISPATCH_CACHE"] = "0"
 
 import pytest
 import torch
@@ -104,14 +107,28 @@ def _files_are_not_synced(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def _composite_operators() -> Callable[[object], bool]:
+    """Which operators an export may keep whole, each read once: torch reads those of all libraries at each export."""
+    from torch._export.utils import _is_preservable_cia_op
+
+    return cache(_is_preservable_cia_op)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _exports_are_quick(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A quarter of an export finds where in the source each node comes from, which only messages of exports say."""
+def _exports_are_quick(
+    request: pytest.FixtureRequest, _composite_operators: Callable[[object], bool]
+) -> Iterator[None]:
+    """Exports do not find where in the source each node comes from.
+
+    Deep in a test that takes a quarter of an export, and only messages of exports say it.
+    """
     if request.path.name in ("test_export_errors.py", "test_export_by_values.py", "test_exporter_cache.py"):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.fx.config.do_not_emit_stack_traces", True)
+        patch.setattr("torch._export.utils._is_preservable_cia_op", _composite_operators)
         yield
 
 
