@@ -41,20 +41,25 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 _LONGEST = (
-    "test_docs.py",
-    "test_examples.py",
-    "test_real_model.py",
-    "test_goldens.py",
-    "test_product.py",
-    "test_run.py",
-    "test_torture.py",
-    "test_outsiders.py",
+    *("test_docs.py", "test_run_auto.py", "test_calls.py", "test_product.py", "test_operators.py", "test_models.py"),
+    *("test_convert.py", "test_gpu_engine.py", "test_going_on.py", "test_run.py", "test_zoo_senses.py"),
+    *("test_encoder_decoder.py", "test_real_model.py", "test_gpu_lowering.py", "test_convert_audio.py"),
+    *("test_reconstruction.py", "test_output_search.py", "test_for_backend.py", "test_run_latency_fallback.py"),
+    *(
+        "test_goldens.py",
+        "test_run_search.py",
+        "test_property_models.py",
+        "test_examples.py",
+        "test_every_algorithm.py",
+    ),
 )
+"""Files that take ten seconds or more, the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: a process that begins one of them last keeps all others waiting."""
-    items.sort(key=lambda item: item.path.name not in _LONGEST)
+    places = {name: place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +97,7 @@ def translated_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _whole_ways_share_translations(request: pytest.FixtureRequest) -> None:
     """Files of these folders export the same small models again and again, on the way to something else."""
-    if request.path.parent.name in ("interop", "latency_fallback", "runs", "sensitivity", "targets", "tasks"):
+    if request.path.parent.name in ("interop", "latency", "progress", "runs", "sensitivity", "targets", "tasks"):
         request.getfixturevalue("translated_once")
 
 
