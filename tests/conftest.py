@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from functools import cache
 
 # Before transformers is imported anywhere: it reads these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+# Before torch is imported: each export has shapes of its own, so that looking each up takes an eighth of an export.
+os.environ["TORCH_FAKE_TENSOR_DISPATCH_CACHE"] = "0"
 
 import pytest
 import torch
@@ -38,20 +41,25 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 _LONGEST = (
-    "test_docs.py",
-    "test_examples.py",
-    "test_real_model.py",
-    "test_goldens.py",
-    "test_product.py",
-    "test_run.py",
-    "test_torture.py",
-    "test_outsiders.py",
+    *("test_docs.py", "test_run_auto.py", "test_calls.py", "test_product.py", "test_operators.py", "test_models.py"),
+    *("test_convert.py", "test_gpu_engine.py", "test_going_on.py", "test_run.py", "test_zoo_senses.py"),
+    *("test_encoder_decoder.py", "test_real_model.py", "test_gpu_lowering.py", "test_convert_audio.py"),
+    *("test_reconstruction.py", "test_output_search.py", "test_for_backend.py", "test_run_latency_fallback.py"),
+    *(
+        "test_goldens.py",
+        "test_run_search.py",
+        "test_property_models.py",
+        "test_examples.py",
+        "test_every_algorithm.py",
+    ),
 )
+"""Files that take ten seconds or more, the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: a process that begins one of them last keeps all others waiting."""
-    items.sort(key=lambda item: item.path.name not in _LONGEST)
+    places = {name: place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +97,44 @@ def translated_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _whole_ways_share_translations(request: pytest.FixtureRequest) -> None:
     """Files of these folders export the same small models again and again, on the way to something else."""
-    if request.path.parent.name in ("interop", "latency_fallback", "runs", "sensitivity", "targets", "tasks"):
+    if request.path.parent.name in ("interop", "latency", "progress", "runs", "sensitivity", "targets", "tasks"):
         request.getfixturevalue("translated_once")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _files_are_not_synced(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test outlives a loss of power: only ``tests/files`` waits until the disk has what was written."""
+    if request.path.parent.name == "files":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantizer.utils.files.writable._sync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session")
+def _composite_operators() -> Callable[[object], bool]:
+    """Which operators an export may keep whole, each read once: torch reads those of all libraries at each export."""
+    from torch._export.utils import _is_preservable_cia_op
+
+    return cache(_is_preservable_cia_op)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exports_are_quick(
+    request: pytest.FixtureRequest, _composite_operators: Callable[[object], bool]
+) -> Iterator[None]:
+    """Exports do not find where in the source each node comes from.
+
+    Deep in a test that takes a quarter of an export, and only messages of exports say it.
+    """
+    if request.path.name in ("test_export_errors.py", "test_export_by_values.py", "test_exporter_cache.py"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.fx.config.do_not_emit_stack_traces", True)
+        patch.setattr("torch._export.utils._is_preservable_cia_op", _composite_operators)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,8 +1,9 @@
-"""What makes each process of the tests quicker: garbage is looked for seldom."""
+"""What makes processes of the tests quicker: garbage is looked for seldom, and the C++ compiler prepares nothing."""
 
 from __future__ import annotations
 
 import gc
+from contextlib import AbstractContextManager
 
 
 def collect_seldom() -> None:
@@ -13,3 +14,10 @@ def collect_seldom() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
+
+
+def quick_compiler() -> AbstractContextManager[None]:
+    """Let Inductor compile a few small kernels: headers for many, and a look at the CPU, take ten seconds each."""
+    import torch._inductor.config
+
+    return torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True})

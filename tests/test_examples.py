@@ -88,8 +88,11 @@ def test_a_notebook_is_stored_with_what_it_shows_and_nothing_of_its_machine(path
     assert "picture" in kinds
 
 
-_LONG = ("compare_runs", "quantize_decoder", "train_quantized")
-"""Notebooks that run at night alone, with all others, in kernels of their own."""
+_LONG = ("compare_runs", "quantize_decoder", "quantize_minilm", "train_quantized")
+"""Notebooks that run at night alone, with all others, in kernels of their own.
+
+``tests/test_real_model.py`` measures MiniLM, ``tests/report`` and ``tests/sensitivity`` check what its tables show.
+"""
 
 
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem not in _LONG], ids=lambda path: path.stem)
@@ -117,6 +120,7 @@ def test_every_step_is_explained(path: Path) -> None:
     assert all("markdown" in kinds[at : at + 4] for at in range(len(kinds) - 3))
 
 
+@pytest.mark.nightly
 def test_minilm_shows_tables_and_pictures() -> None:
     notebook = _executed("quantize_minilm")
     coverage = _output(notebook, "q.coverage", "text/html")
@@ -135,6 +139,7 @@ def test_minilm_shows_tables_and_pictures() -> None:
     assert _output(notebook, "same", "text/plain") == "True"
 
 
+@pytest.mark.nightly
 def test_minilm_shows_each_table_once() -> None:
     notebook = _executed("quantize_minilm")
     for cell in _code_cells(notebook):
@@ -143,6 +148,7 @@ def test_minilm_shows_each_table_once() -> None:
         assert sum("qz-" in output.data["text/html"] for output in shown) <= 1, cell.source
 
 
+@pytest.mark.nightly
 def test_minilm_engine_is_close_to_float() -> None:
     notebook = _executed("quantize_minilm")
     printed = _printed(notebook)

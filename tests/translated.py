@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.fx.config
 
 import quantizer.export.exporter as exporter
 
@@ -44,9 +43,7 @@ def translate_once(folder: Path) -> Iterator[None]:
             part.rename(file)
         return SimpleNamespace(model=onnx_ir.load(file))
 
-    # Where in the source each node comes from takes a tenth of a translation, and only the exporter's messages say it.
-    quick = mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True)
-    with quick, mock.patch.object(exporter, "_export", known):
+    with mock.patch.object(exporter, "_export", known):
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -70,6 +71,20 @@ def usual(model: nn.Module, batches: list[Any] | None = None, **config: Any) -> 
     return reconstructed(model, batches, **{**config, "weights": {"rounding": "nearest"}})
 
 
+KINDS: dict[str, dict[str, Any]] = {"int4": {}, "ranges": CLIPPED, "gptq": {"weights": {"rounding": "gptq"}}}
+
+
+NET = Net().eval()
+
+
+@cache
+def known(kind: str) -> Quantizer:
+    """Return a plan of ``NET``, made once for tests that leave both as they are."""
+    q = reconstructed(NET, **KINDS[kind])
+    _ = q.plan
+    return q
+
+
 def operand(q: Quantizer, site: str, name: str = "weight") -> OperandPlan:
     return next(entry for entry in q.plan[f"{site}.forward.linear_0"].operands if entry.name == name)
 
@@ -90,10 +105,9 @@ def sqnr_db(model: nn.Module, q: Quantizer, x: Tensor) -> float:
 
 
 def test_the_output_comes_nearer_to_the_float_one() -> None:
-    model, x = Net().eval(), data(1, seed=7)[0]
-    q = reconstructed(model, **CLIPPED)
-    by_product = reconstructed(model, **CLIPPED, weights={"rounding": "gptq"})
-    assert sqnr_db(model, q, x) > sqnr_db(model, by_product, x) + GAIN_DB
+    x, q = data(1, seed=7)[0], known("ranges")
+    by_product = reconstructed(NET, **CLIPPED, weights={"rounding": "gptq"})
+    assert sqnr_db(NET, q, x) > sqnr_db(NET, by_product, x) + GAIN_DB
     text = operand(q, "layers.1.up").rounding
     assert text is not None
     assert text.startswith("reconstruct, block layers.1: 0.")
@@ -101,10 +115,10 @@ def test_the_output_comes_nearer_to_the_float_one() -> None:
 
 def test_it_is_never_far_behind_gptq_from_whose_codes_it_starts() -> None:
     """Where those are about the best ones already, no others are taken."""
-    model, x = Net().eval(), data(1, seed=7)[0]
-    by_product = sqnr_db(model, reconstructed(model, weights={"rounding": "gptq"}), x)
-    assert by_product > sqnr_db(model, usual(model), x) + GAIN_DB
-    assert sqnr_db(model, reconstructed(model), x) > by_product - 0.1
+    x = data(1, seed=7)[0]
+    by_product = sqnr_db(NET, known("gptq"), x)
+    assert by_product > sqnr_db(NET, usual(NET), x) + GAIN_DB
+    assert sqnr_db(NET, known("int4"), x) > by_product - 0.1
 
 
 @pytest.mark.nightly
@@ -204,9 +218,7 @@ def test_a_block_that_diverges_keeps_the_nearest_codes(monkeypatch: pytest.Monke
     assert text is not None
     assert text.startswith("gptq, ")
     assert text.endswith("; not reconstructed: block layers.0: learned integers do not reduce the error of its output")
-    assert torch.equal(
-        codes(q, "layers.0.up"), codes(reconstructed(model, weights={"rounding": "gptq"}), "layers.0.up")
-    )
+    assert torch.equal(codes(q, "layers.0.up"), codes(known("gptq"), "layers.0.up"))
 
 
 def test_a_weight_that_two_sites_store_is_rounded_to_nearest() -> None:
@@ -292,14 +304,12 @@ def test_outputs_that_are_masked_say_nothing(mask: float) -> None:
 # -- the work ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "left"), [({}, ["layers.1", "head"]), (CLIPPED, ["layers.1"])], ids=["int4", "ranges"]
-)
+@pytest.mark.parametrize(("kind", "left"), [("int4", ["layers.1", "head"]), ("ranges", ["layers.1"])])
 def test_an_interrupt_leaves_nothing_half_and_the_next_call_goes_on(
-    config: dict[str, Any], left: list[str], monkeypatch: pytest.MonkeyPatch
+    kind: str, left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, original, done = Net().eval(), reconstruction._reconstruct, list[str]()
-    whole, q = reconstructed(model, **config), reconstructed(model, **config)
+    original, done, whole = reconstruction._reconstruct, list[str](), known(kind)
+    q = reconstructed(NET, **KINDS[kind])
 
     def interrupted(path: str, *rest: Any) -> None:
         if path == "layers.1":
@@ -318,7 +328,7 @@ def test_an_interrupt_leaves_nothing_half_and_the_next_call_goes_on(
         torch.equal(codes(q, site), codes(whole, site)) for site in ("layers.0.up", "layers.1.up", "layers.1.down")
     )
     assert done[: len(left)] == left
-    assert_same(q.quantize(model)(data()[0]), whole.quantize(model)(data()[0]))
+    assert_same(q.quantize(NET)(data()[0]), whole.quantize(NET)(data()[0]))
 
 
 @pytest.mark.nightly

@@ -90,11 +90,12 @@ def _results(q: Quantizer, net: nn.Module) -> list[str]:
     return [*found, str(q.coverage), str(q.sensitivity)]
 
 
-SLOW = ("auto", "reconstruct")
+DAILY = ("default", "no batches", "gptq", "outputs")
+"""Plans by batches that run again and without, with chosen integers, and with quantized outputs."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in SLOW else name for name in SETTINGS]
+    "name", [name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly) for name in SETTINGS]
 )
 def test_what_is_read_again_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)

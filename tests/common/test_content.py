@@ -167,11 +167,9 @@ def test_a_long_chain_is_no_recursion() -> None:
 def test_another_process_finds_the_same(tmp_path: Path) -> None:
     """Whatever the order of sets and the addresses there."""
     code = "from test_content import _net, PAIRS, content_digest as c; print(c(_net(), [one for one, _ in PAIRS[:-1]]))"
-    printed = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", code]
-        folder = Path(__file__).parent
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
-        printed.add(done.stdout)
-    assert len(printed) == 1
+    # That of the present process is random.
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    folder = Path(__file__).parent
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(content_digest(_net(), [one for one, _ in PAIRS[:-1]]))

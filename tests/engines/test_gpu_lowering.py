@@ -161,16 +161,23 @@ TENSORRT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module", params=TENSORRT)
+def for_tensorrt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Exported]:
+    """The type of a file's products, and the file."""
+    model, settings = TENSORRT[request.param]
+    folder = tmp_path_factory.mktemp("tensorrt")
+    file = exported(folder, MODELS[model][0](), MODELS[model][1], backend="tensorrt", **settings)
+    return settings["dtype"], file
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", TENSORRT)
-def test_files_for_tensorrt_whose_floats_are_float16(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_files_for_tensorrt_whose_floats_are_float16(for_tensorrt: tuple[str, Exported], dtype: torch.dtype) -> None:
     """40 to 55 dB were measured: constants in these files are rounded to float16."""
-    model, settings = TENSORRT[name]
-    file = exported(tmp_path, MODELS[model][0](), MODELS[model][1], backend="tensorrt", **settings)
+    products, file = for_tensorrt
     imported, plan = file.lowered(dtype)
     assert plan.floating == {}
     calls = [node for node in imported.module.graph.nodes if is_call(node, *LINEARS)]
-    kind = torch.float8_e4m3fn if settings["dtype"] == "fp8" else torch.int8
+    kind = torch.float8_e4m3fn if products == "fp8" else torch.int8
     assert {imported.module.get_buffer(str(node.args[1].target)).dtype for node in calls} == {kind}
     assert sum(node.args[9] is kind for node in calls) >= 2  # up of both layers
     found = program(imported.module)(*file.arguments(imported))[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import batch, tiny
+from quick_start import quick_compiler
 from torch import nn
 
 from quantizer import Quantizer
@@ -150,19 +152,21 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return q.export(q.quantize(model), tmp_path_factory.mktemp("small") / "m.onnx", x)
 
 
-# The C++ compiler takes twenty seconds, of an encoder nearly a minute.
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["small", "encoder"])
+# The C++ compiler takes nearly a minute for an encoder.
+@pytest.mark.parametrize("kind", ["small", pytest.param("encoder", marks=pytest.mark.nightly)])
 def test_the_compiled_road_computes_the_same(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantizer.engines.torch_engine.compiled import missing_compiler
+    from quantizer.engines.torch_engine.compiled import _SETTINGS, missing_compiler
 
     if (reason := missing_compiler()) is not None:
         pytest.skip(reason)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    if kind == "small":
+        monkeypatch.setitem(_SETTINGS, "aot_inductor.debug_compile", True)
     file = request.getfixturevalue("small_file") if kind == "small" else request.getfixturevalue("files")["int8"]
-    build_engine("torch", file, tmp_path / "m.engine", BuildOptions(compiled=True))
+    with quick_compiler() if kind == "small" else nullcontext():
+        build_engine("torch", file, tmp_path / "m.engine", BuildOptions(compiled=True))
     engine, other = load_engine("torch", tmp_path / "m.engine"), load_engine("onnxruntime", file)
     draw = np.random.default_rng(0)
     for rows, tokens in ((1, 5), (3, 12)):

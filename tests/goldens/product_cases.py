@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from product_record import Place
 
 
-NIGHTLY = frozenset[str]()
+NIGHTLY = frozenset({"encoder_decoder"})
 """Cases that take long, or are one more of a kind."""
 
 NETS = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from outsiders.case import faults_of, reach
-from outsiders.test_outsiders import all_cases
+from outsiders.pairs import all_cases
 
 
 def main(words: list[str]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from invariants import INVARIANTS, Invariant, a_half_file_has_one_type, engine_follows_the_frozen_proxy, is_finite
 
 NIGHTLY = settings.default == settings.get_profile("nightly")
-MODELS = settings.get_profile("nightly").max_examples if NIGHTLY else 12
+MODELS = settings.get_profile("nightly").max_examples if NIGHTLY else 8
 ENGINES = max(2, MODELS // 10)  # exporting and building take seconds
 QUICK = settings(
     max_examples=MODELS,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import ConvNet, Mlp, Snapshot, batch, needs_exact_byte_products, tiny
+from quick_start import quick_compiler
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -405,7 +406,7 @@ def test_a_compiled_one_fuses_what_lies_between(config: dict[str, Any]) -> None:
     frozen, lowered = q.quantize(model), q.lower(model)
     # As one that was moved to a GPU, and was not called there before.
     compiled = torch.compile(q.lower(model).cpu(), fullgraph=True)
-    with torch.no_grad():
+    with torch.no_grad(), quick_compiler():
         assert sqnr_db(compiled(rows(1)), lowered(rows(1))) > 40
         assert sqnr_db(compiled(rows(2)), frozen(rows(2))) > 40
 

@@ -166,10 +166,10 @@ def test_records_are_frozen_keyword_only_and_documented(cls: type) -> None:
 
 
 def test_the_page_of_the_format_is_up_to_date() -> None:
-    page = ROOT / "docs" / "report-format.md"
+    page, expected = ROOT / "docs" / "report-format.md", format_page()
     advice = "run: python -m quantizer.report.document_format > docs/report-format.md"
-    assert page.read_text(encoding="utf-8") == format_page(), advice
-    assert all(f"## {cls.__name__}\n" in format_page() for cls in (RunRecord, *RECORDS))
+    assert page.read_text(encoding="utf-8") == expected, advice
+    assert all(f"## {cls.__name__}\n" in expected for cls in (RunRecord, *RECORDS))
 
 
 def test_ratios_are_float_divided_by_this() -> None:

@@ -75,15 +75,24 @@ def test_a_classifier_is_converted_and_serves(place: Path, monkeypatch: pytest.M
     assert best == served.labels(files)
 
 
-@pytest.mark.parametrize("name", ["wav2vec2", "hubert"])
-def test_engines_take_recordings_of_any_length(place: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "backends"),
+    [
+        ("wav2vec2", ("openvino",)),
+        ("hubert", ("onnxruntime",)),
+        pytest.param("wav2vec2", ("openvino", "onnxruntime"), marks=pytest.mark.nightly),
+        pytest.param("hubert", ("openvino", "onnxruntime"), marks=pytest.mark.nightly),
+    ],
+)
+def test_engines_take_recordings_of_any_length(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, backends: tuple[str, ...]
+) -> None:
     monkeypatch.setattr(benchmark, "_LATENCY_SECONDS", 0.1)
-    made = place / f"any-{name}"
-    words = ["--seconds", "2", "--batch-size", "1", "2", "4", "--backend", "openvino", "onnxruntime", "-o", str(made)]
+    words = ["--seconds", "2", "--batch-size", "1", "2", "4", "--backend", *backends, "-o", str(tmp_path / "made")]
     assert main(["convert", "-m", str(place / name), *words]) == 0
     model, pick = load_model(str(place / name), "audio-classification"), torch.Generator().manual_seed(0)
-    for backend in ("openvino", "onnxruntime"):
-        folder = made / backend
+    for backend in backends:
+        folder = tmp_path / "made" / backend
         config = read_json(folder / "config.json")
         assert config["dimensions"] == {"batch": [1, 2, 4], "sequence": [320, 2 * RATE, 2 * RATE]}
         assert {tuple(entry["shape"]) for entry in config["inputs"]} == {("batch", "sequence")}
