@@ -193,6 +193,23 @@ def is_disturbed(samples: Mapping[str, Sequence[float]]) -> bool:
     return any(statistics.median(values) > _DISTURBED * min(values) for values in samples.values())
 
 
+_SLICE_S = 0.005
+"""Seconds of a call from which another process interrupts nearly every one; some shorter calls are undisturbed."""
+
+
+def clock_beside_others(seconds: float, threads: int) -> Callable[[], float]:
+    """Return the clock for more rounds of calls that other work disturbs.
+
+    For long calls of one thread it is the processor time of this process. It leaves out the time in which a library
+    hands work to its own thread, which counts in short calls. Of several threads, it is the sum.
+
+    Args:
+        seconds: duration of the shortest call.
+        threads: number of CPU threads of each call.
+    """
+    return time.process_time if threads == 1 and seconds >= _SLICE_S else time.perf_counter
+
+
 @dataclass(frozen=True)
 class PeakMemory:
     """Peak resident memory of a process, in MiB.

@@ -17,7 +17,7 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, inspect_engine, load_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates
-from quantizer.engines.measure import finish_trials, is_disturbed, tried_build, undisturbed
+from quantizer.engines.measure import clock_beside_others, finish_trials, is_disturbed, tried_build, undisturbed
 from quantizer.export.qdq.onnx_file import output_names
 from quantizer.pipeline.benchmark import (
     LATENCY_ROUNDS,
@@ -192,10 +192,8 @@ def pick_backend(
     context, (_, missing) = work.context, cpu_candidates(candidates)
     variants = variants_of(config, candidates)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
-        batches, budget = (
-            batches_of_shapes(context, compared_shapes(config), samples),
-            _Budget(config.engine.time_budget),
-        )
+        batches = batches_of_shapes(context, compared_shapes(config), samples)
+        budget = _Budget(config.engine.time_budget)
         maker = _CandidateBuilder(
             work, config, calibrated, batches, samples, Path(scratch), variants, budget, named=bool(candidates)
         )
@@ -258,8 +256,7 @@ def _time(
             break
         take, call = partial(times_of, batch=batch, threads=threads), partial(_called, batch)
         race = _Race({name: entry.candidate for name, entry in correct.items()}, engines, take, call)
-        # Several threads share the work, so that their processor time is not the latency.
-        race.run(time.process_time if threads == 1 else time.perf_counter)
+        race.run(threads)
         shapes.append(_shape(batch))
         rejected += [failed(correct.pop(name).candidate, why) for name, why in race.broken.items()]
         for name, taken in race.times.items():
@@ -280,7 +277,7 @@ class _Race:
 
     Attributes:
         times: the latencies of the engines that run.
-        shortest: the shortest time of each of them. Beside other work, that is processor time.
+        shortest: the shortest time of each of them. Beside other work, that may be processor time.
         broken: the errors of the others.
     """
 
@@ -299,9 +296,10 @@ class _Race:
         self.shortest: dict[str, float] = {}
         self.broken: dict[str, str] = {}
 
-    def run(self, other_clock: Callable[[], float]) -> None:
-        """Time the engines, in the more rounds the nearer they are to the fastest; beside other work also by a clock
-        that does not count it.
+    def run(self, threads: int) -> None:
+        """Time engines with this number of threads, in the more rounds the nearer they are to the fastest.
+
+        Beside other work, ``clock_beside_others`` measures as many rounds once more.
         """
         # One round is enough for an engine that takes a multiple of the fastest one's time. A long one needs no warmup.
         measured = self._add(self._engines, 1)
@@ -314,16 +312,17 @@ class _Race:
         measured = self._add(near, _FEW_ROUNDS - 1)
         more = LATENCY_ROUNDS - _FEW_ROUNDS
         disturbed = is_disturbed({name: self.times[name] for name in near & self.times.keys()})
+        clock = clock_beside_others(min(self.shortest.values()) / 1000, threads)
         # At a size that takes seconds, few rounds are enough.
         if disturbed and self._spent() <= _ENOUGH_S:
-            measured = self._add(near, more, other_clock)
+            measured = self._add(near, more, clock)
         fast = (self.times.keys() - slow_ones(measured)) | _delivered_floats(measured)
         if len(fast) > 1 and self._spent() <= _ENOUGH_S:
             round_s = sum(self.shortest[name] for name in fast) / 1000
             rounds = _rounds_in(_SHORT_S, round_s, more, _MOST_ROUNDS)
             self._add(fast, rounds)
             if disturbed:
-                self._add(fast, rounds, other_clock)
+                self._add(fast, rounds, clock)
 
     def _add(
         self, names: Collection[str], rounds: int, clock: Callable[[], float] = time.perf_counter

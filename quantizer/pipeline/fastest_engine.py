@@ -14,7 +14,6 @@ that with a rough plan; at 1.6, for a U-Net, the other backend was far ahead.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +30,7 @@ from quantizer.config import QuantizerConfig, RunConfig
 from quantizer.config.layouts import needs_static
 from quantizer.engines import Engine, Inspection, interleaved_latency
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
-from quantizer.engines.measure import is_disturbed, undisturbed
+from quantizer.engines.measure import clock_beside_others, is_disturbed, undisturbed
 from quantizer.errors import EngineError, LostRankError, QuantizerError
 from quantizer.pipeline.context import engine_inputs
 from quantizer.plan.targets import profile
@@ -486,12 +485,12 @@ def far_behind(name: str, engine: Engine, rivals: Mapping[str, Engine], batch: B
 def _seconds(engines: Mapping[str, Engine], batch: Batch, rounds: int, threads: int) -> dict[str, float]:
     """Return the interleaved latencies of engines with this number of threads on a batch in seconds.
 
-    Beside other work, that is processor time, if there is one thread.
+    Beside other work, that is the time of ``clock_beside_others``.
     """
     calls = {name: partial(engine, engine_inputs(engine, batch)) for name, engine in engines.items()}
     samples = interleaved_latency(calls, rounds=rounds, warmup=_WARMUP, seconds=_SECONDS)
     if is_disturbed(samples):
-        clock = time.process_time if threads == 1 else time.perf_counter
+        clock = clock_beside_others(min(map(min, samples.values())), threads)
         more = interleaved_latency(calls, rounds=_DISTURBED_ROUNDS, warmup=0, seconds=_SECONDS, clock=clock)
         samples = {name: [*values, *more[name]] for name, values in samples.items()}
     return undisturbed(samples)

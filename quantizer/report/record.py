@@ -228,8 +228,8 @@ class Candidate(Record):
     bfloat16; ``int8 dynamic`` with ranges computed at run time; ``float32`` or ``bfloat16`` for an engine of the float
     model."""
     milliseconds: tuple[float, ...] = ()
-    """Shortest latency in milliseconds at each shape of the choice, all candidates interleaved; beside other work, the
-    processor time of one thread. Empty if the candidate failed; fewer values if it was too slow at the first shapes."""
+    """Shortest latency in milliseconds at each shape of the choice, all candidates interleaved; beside other work,
+    that may be processor time. Empty if the candidate failed; fewer values if it was too slow at the first shapes."""
     score_difference: float | None = None
     """Its score minus the score of the float model, on labelled samples; null without them."""
     sqnr_db: float | None = None
