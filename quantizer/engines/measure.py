@@ -129,7 +129,7 @@ def interleaved_latency(
     warmup: int = 3,
     seconds: float | None = None,
     *,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
     """Return the seconds of each call by callable; sample i of all callables is from round i.
 
@@ -142,7 +142,8 @@ def interleaved_latency(
         warmup: rounds before, not counted.
         seconds: approximate time limit for all rounds; slow callables get at least 3 rounds after one warmup, or one
             round if two rounds take twice the limit. None: no limit.
-        clock: returns seconds. ``time.process_time`` does not count the time that callables wait for other processes.
+        clock: returns seconds; None: ``time.perf_counter``. ``time.process_time`` does not count the time in which
+            callables wait for other processes.
 
     Raises:
         EngineError: no callables, or invalid numbers of rounds.
@@ -153,7 +154,7 @@ def interleaved_latency(
         raise EngineError(f"rounds is {rounds} and warmup {warmup}: expected 1 or more, and 0 or more")
     names = list(callables)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    begin = time.perf_counter()
+    begin, now = time.perf_counter(), clock or time.perf_counter
     for index in range(-warmup, rounds):
         spent = 0.0 if seconds is None else (time.perf_counter() - begin) / seconds
         if (index >= _MIN_ROUNDS and spent > 1) or (index >= 1 and spent > _FAR_BEYOND):
@@ -162,9 +163,9 @@ def interleaved_latency(
             continue
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            started = clock()
+            started = now()
             callables[name]()
-            elapsed = clock() - started
+            elapsed = now() - started
             if index >= 0:
                 samples[name].append(elapsed)
     return samples
@@ -197,8 +198,8 @@ _SLICE_S = 0.005
 """Seconds of a call from which another process interrupts nearly every one; some shorter calls are undisturbed."""
 
 
-def clock_beside_others(seconds: float, threads: int) -> Callable[[], float]:
-    """Return the clock for more rounds of calls that other work disturbs.
+def clock_beside_others(seconds: float, threads: int) -> Callable[[], float] | None:
+    """Return the clock for more rounds of calls that other work disturbs, as for ``interleaved_latency``.
 
     For long calls of one thread it is the processor time of this process. It leaves out the time in which a library
     hands work to its own thread, which counts in short calls. Of several threads, it is the sum.
@@ -207,7 +208,7 @@ def clock_beside_others(seconds: float, threads: int) -> Callable[[], float]:
         seconds: duration of the shortest call.
         threads: number of CPU threads of each call.
     """
-    return time.process_time if threads == 1 and seconds >= _SLICE_S else time.perf_counter
+    return time.process_time if threads == 1 and seconds >= _SLICE_S else None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -155,7 +154,7 @@ def times_of(
     *,
     rounds: int = LATENCY_ROUNDS,
     warmup: int = 3,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
     """Return interleaved latencies in ms of models and engines on one batch, all with the same number of threads.
 

@@ -134,7 +134,7 @@ class _Budget:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is over."""
+        """True if the time is over."""
         return self._seconds is not None and time.perf_counter() - self._began > self._seconds
 
     def __str__(self) -> str:
@@ -324,16 +324,14 @@ class _Race:
             if disturbed:
                 self._add(fast, rounds, clock)
 
-    def _add(
-        self, names: Collection[str], rounds: int, clock: Callable[[], float] = time.perf_counter
-    ) -> list[Candidate]:
+    def _add(self, names: Collection[str], rounds: int, clock: Callable[[], float] | None = None) -> list[Candidate]:
         """Time engines in more rounds, and return the candidates with their shortest times so far."""
         some = {name: one for name, one in self._engines.items() if name in names and name not in self.broken}
         taken, failures = timed(some, partial(self._take, rounds=rounds, warmup=0, clock=clock), self._call)
         self.broken.update(failures)
         for name, least in undisturbed(taken).items():
             self.shortest[name] = min(least, self.shortest.get(name, least))
-            if clock is time.perf_counter:
+            if clock is None:
                 self.times[name] = [*self.times.get(name, ()), *taken[name]]
         for name in failures:
             self.times.pop(name, None)

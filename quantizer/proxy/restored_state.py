@@ -100,7 +100,7 @@ class SavedState:
 
     def restore(self) -> None:
         for holder, attributes in self._saved_attributes:
-            for name in [name for name in holder if name not in attributes and _is_state(name, holder[name])]:
+            for name in [name for name, value in holder.items() if name not in attributes and _is_state(name, value)]:
                 del holder[name]
             for name, value in attributes.items():
                 before = value.restore() if type(value) in _RESTORED else value
