@@ -176,7 +176,7 @@ def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def undisturbed(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def shortest(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the shortest of each list of samples, because other work only adds time.
 
     Beside a process that kept both cores busy, the lower quartiles of equal engines differed by up to 2x in 100 rounds,

@@ -17,7 +17,7 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, inspect_engine, load_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates
-from quantizer.engines.measure import clock_beside_others, finish_trials, is_disturbed, tried_build, undisturbed
+from quantizer.engines.measure import clock_beside_others, finish_trials, is_disturbed, shortest, tried_build
 from quantizer.export.qdq.onnx_file import output_names
 from quantizer.pipeline.benchmark import (
     LATENCY_ROUNDS,
@@ -307,7 +307,7 @@ class _Race:
             self.times.clear()
             self.shortest.clear()
             measured = self._add(self._engines, _rounds_in(_SHORT_S, round_s, 1, _FEW_ROUNDS))
-        limit = _FAR_BEHIND * min(entry.milliseconds[0] for entry in measured)
+        limit = _ONE_ROUND_FROM * min(entry.milliseconds[0] for entry in measured)
         near = {entry.name for entry in measured if entry.milliseconds[0] <= limit} | _delivered_floats(measured)
         measured = self._add(near, _FEW_ROUNDS - 1)
         more = LATENCY_ROUNDS - _FEW_ROUNDS
@@ -329,7 +329,7 @@ class _Race:
         some = {name: one for name, one in self._engines.items() if name in names and name not in self.broken}
         taken, failures = timed(some, partial(self._take, rounds=rounds, warmup=0, clock=clock), self._call)
         self.broken.update(failures)
-        for name, least in undisturbed(taken).items():
+        for name, least in shortest(taken).items():
             self.shortest[name] = min(least, self.shortest.get(name, least))
             if clock is None:
                 self.times[name] = [*self.times.get(name, ()), *taken[name]]
@@ -376,7 +376,7 @@ _SHORT_S, _MOST_ROUNDS = 0.3, 100
 for that.
 """
 
-_FAR_BEHIND = 3.0
+_ONE_ROUND_FROM = 3.0
 """Latency relative to the fastest candidate from which one round is enough.
 
 Beside other work, a call may take twice its time.
@@ -612,14 +612,17 @@ class _CandidateBuilder:
 
     def _far_behind(self, variant: Variant, tried: Mapping[str, _Checked]) -> str | None:
         """Return why a float engine is too slow to be compared with the model; None if it may be the fastest."""
-        others = {name: entry for name, entry in tried.items() if entry.variant.dtype is None}
-        others = {name: entry for name, entry in others.items() if entry.variant.backend != variant.backend}
-        if variant.dtype is not None or self._graphs.several or not others:
+        graph = self._graphs.names[0]
+        rivals = {
+            name: entry.made[graph].engine
+            for name, entry in tried.items()
+            if entry.variant.dtype is None and entry.variant.backend != variant.backend
+        }
+        if variant.dtype is not None or self._graphs.several or not rivals:
             return None
-        graph, files = self._graphs.names[0], self._exported(variant)[1]
+        files = self._exported(variant)[1]
         self._begin(variant, files)
         engine = self._built_for_trial(variant, files[graph], self._place(variant, graph))
-        rivals = {name: entry.made[graph].engine for name, entry in others.items()}
         return far_behind(variant.name, engine, rivals, self._batches[0], self._config.engine.threads)
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Checked]) -> str | None:

@@ -30,7 +30,7 @@ from quantizer.config import QuantizerConfig, RunConfig
 from quantizer.config.layouts import needs_static
 from quantizer.engines import Engine, Inspection, interleaved_latency
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
-from quantizer.engines.measure import clock_beside_others, is_disturbed, undisturbed
+from quantizer.engines.measure import clock_beside_others, is_disturbed, shortest
 from quantizer.errors import EngineError, LostRankError, QuantizerError
 from quantizer.pipeline.context import engine_inputs
 from quantizer.plan.targets import profile
@@ -493,7 +493,7 @@ def _seconds(engines: Mapping[str, Engine], batch: Batch, rounds: int, threads: 
         clock = clock_beside_others(min(map(min, samples.values())), threads)
         more = interleaved_latency(calls, rounds=_DISTURBED_ROUNDS, warmup=0, seconds=_SECONDS, clock=clock)
         samples = {name: [*values, *more[name]] for name, values in samples.items()}
-    return undisturbed(samples)
+    return shortest(samples)
 
 
 def _fastest_rival(name: str, latencies: Sequence[Mapping[str, float]]) -> tuple[str, float]:

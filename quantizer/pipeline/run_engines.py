@@ -22,7 +22,7 @@ from quantizer.engines import (
     runs_here,
 )
 from quantizer.engines.for_this_cpu import Variant
-from quantizer.engines.measure import begin_build, undisturbed
+from quantizer.engines.measure import begin_build, shortest
 from quantizer.export.exporter import export_onnx
 from quantizer.pipeline.benchmark import build_options, run_sizes
 from quantizer.pipeline.compare_outputs import OnlySizes
@@ -109,7 +109,7 @@ class RunEngines:
         times = next((times for (batch, _), times in self.timed.items() if batch == rows), {})
         if not {"engine", "float"} <= times.keys():
             return None
-        known = undisturbed({"low": times["engine"], "plain": times["float"]})
+        known = shortest({"low": times["engine"], "plain": times["float"]})
         return {name: 1000 * milliseconds for name, milliseconds in known.items()}
 
     def files(self, name: str, graph: str | None = None) -> EngineFiles:

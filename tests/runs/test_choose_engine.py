@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from quantizer.engines import Inspection, PrecisionShare
-from quantizer.engines.measure import is_disturbed, undisturbed
+from quantizer.engines.measure import is_disturbed, shortest
 from quantizer.errors import EngineError
 from quantizer.pipeline import fastest_engine as choose_engine
 from quantizer.pipeline.benchmark import with_deployed
@@ -115,7 +115,7 @@ def test_float_work_is_the_share_that_is_not_quantized(share: float | None, expe
 def test_some_rounds_with_other_work_decide_nothing() -> None:
     """Of two engines, one had a busy neighbor in more than half of its rounds."""
     quiet, busy = [2.0, 2.1, 2.0, 2.2, 2.1, 2.0, 2.1], [3.0, 1.9, 2.9, 3.1, 2.9, 2.8]
-    assert undisturbed({"a": quiet, "b": busy, "one": [4.0]}) == {"a": 2.0, "b": 1.9, "one": 4.0}
+    assert shortest({"a": quiet, "b": busy, "one": [4.0]}) == {"a": 2.0, "b": 1.9, "one": 4.0}
     assert not is_disturbed({"a": quiet, "one": [4.0]})
     assert is_disturbed({"a": quiet, "b": busy})
 
