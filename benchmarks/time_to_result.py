@@ -142,6 +142,13 @@ NETS: dict[str, Job] = {
 }
 
 
+_IMPORTED = {
+    "ours": ["quantizer.pipeline.quantize_model", "onnx", "onnxruntime", "onnxscript", "openvino", "torch.export"],
+    "nncf": ["nncf", "openvino"],
+}
+"""Libraries that each tool imports in any job."""
+
+
 def _ours(model: nn.Module, batches: Sequence[Any]) -> str:
     import quantizer
 
@@ -175,7 +182,7 @@ def _nncf(model: nn.Module, batches: Sequence[Any]) -> str:
 def _measured(tool: str, name: str) -> dict[str, Any]:
     """Run a job in this process, and return its seconds."""
     # Imports do not count.
-    for module in {"ours": ["quantizer.pipeline.quantize_model"], "nncf": ["nncf", "openvino"]}[tool]:
+    for module in _IMPORTED[tool]:
         import_module(module)
     torch.manual_seed(0)
     torch.set_num_threads(1)

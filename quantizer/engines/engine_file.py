@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from quantizer.errors import EngineError
 from quantizer.export.qdq.onnx_file import with_length
 from quantizer.utils import files
@@ -51,18 +53,21 @@ def write_engine(
         stream.write(_MARK + _signed(hashlib.sha256(content), {"cpu": list(cpu), **note}) + b"\n")
 
 
-def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, dict[str, Any]]:
-    """Return the library's engine, and its note; the note is empty without a complete footer."""
+def read_engine(path: Path, *, verify: bool = True) -> tuple[memoryview, dict[str, Any]]:
+    """Return the library's engine, and its note; the note is empty without a complete footer.
+
+    Engines may have hundreds of megabytes, so the bytes are neither copied nor set to zero before they are read.
+    """
     try:
-        content = regular_file(path).read_bytes()
+        with regular_file(path).open("rb") as stream:
+            content = memoryview(np.empty(os.fstat(stream.fileno()).st_size, dtype=np.uint8))
+            content = content[: stream.readinto(content)]
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
-    size, footer = _footer(len(content), content[-_MAX_FOOTER:])
+    size, footer = _footer(len(content), bytes(content[-_MAX_FOOTER:]))
     if footer and verify:
-        _compare(path, hashlib.sha256(memoryview(content)[:size]), footer)
-    return content[:size] if footer else content, {
-        name: value for name, value in footer.items() if name not in ("cpu", "sha256")
-    }
+        _compare(path, hashlib.sha256(content[:size]), footer)
+    return content[:size], {name: value for name, value in footer.items() if name not in ("cpu", "sha256")}
 
 
 def copy_content(path: Path, destination: Path) -> None:

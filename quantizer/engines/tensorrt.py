@@ -293,7 +293,7 @@ class TensorRTBackend:
         return known[name.lower()]
 
 
-def _read_rtx(path: Path, verify: bool) -> tuple[bytes, dict[str, Any]]:
+def _read_rtx(path: Path, verify: bool) -> tuple[memoryview, dict[str, Any]]:
     """Return an engine of TensorRT-RTX and its note, after a check of its header.
 
     In release 1.7, an engine begins with four letters, twelve bytes and its size in eight bytes.
@@ -619,7 +619,7 @@ class TensorRTEngine:
     device = "cuda"
     __repr__ = shown
 
-    def __init__(self, name: str, trt: Any, path: Path, content: bytes, note: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, trt: Any, path: Path, content: memoryview, note: Mapping[str, Any]) -> None:
         import torch
 
         self.name = name

@@ -76,6 +76,7 @@ class RunEngines:
         self._assembled: dict[str, Runnable] = {}
         self._is_refused = False
         self._in_float: frozenset[str] | None = None
+        self._inspected: dict[Path, Inspection] = {}
 
     @property
     def runs_here(self) -> bool:
@@ -100,6 +101,7 @@ class RunEngines:
             options=repr(self.options()),
             sizes=run_sizes(self._config, self._context),
             exact=self._config.fallback is not None,
+            inspected=self._inspected,
         )
 
     @property
@@ -168,12 +170,16 @@ class RunEngines:
 
     def _forget(self, name: str) -> None:
         self.timed = {}
+        self._inspected.clear()
         self._loaded.pop(name, None)
         self._assembled.pop(name, None)
 
     def inspect(self) -> Inspection:
         """Return the precisions of the engine's layers; of the last graph if there are several."""
         timing, files = self.timing, self.files("engine")
+        if files.engine in self._inspected:
+            # Latency costs were measured in the same way.
+            return self._inspected[files.engine]
         sizes = timing.sizes
         if self._graphs.several and self._context.task.reads != "text":
             # Without text inputs, the sequence length of a decoding step is bounded by the batch.

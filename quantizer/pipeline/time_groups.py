@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts, latency_costs_from_layers
-from quantizer.engines import Engine, inspect_engine, interleaved_latency, load_engine, medians
+from quantizer.engines import Engine, Inspection, inspect_engine, interleaved_latency, load_engine, medians
 from quantizer.engines.backends import build_engine, runs_here
 from quantizer.engines.base import BuildOptions, InputSizes
 from quantizer.engines.inspection import place_times
@@ -85,6 +85,7 @@ class Timing:
         options: the build options as text.
         sizes: the sizes of the inputs.
         exact: measure every group twice, for a fallback by latency costs; else only if a group seems slower.
+        inspected: the last inspection of each engine file.
     """
 
     backend: str
@@ -92,6 +93,7 @@ class Timing:
     threads: int
     options: str = ""
     exact: bool = True
+    inspected: dict[Path, Inspection] = field(default_factory=dict, repr=False, compare=False)
 
     def words(self, onnx: Path) -> str:
         """Return the conditions in words."""
@@ -128,14 +130,10 @@ class Timing:
             for name, files in engines.items():
                 most = _RUNS if self.exact or number > 0 else _FEW_RUNS
                 runs = max(_FEWEST_RUNS, min(most, int(1e6 * _RUNS_S / latencies[name])))
-                inspection = inspect_engine(
-                    self.backend,
-                    files.engine,
-                    threads=self.threads,
-                    sizes=self.sizes,
-                    runs=runs,
+                self.inspected[files.engine] = inspect_engine(
+                    self.backend, files.engine, threads=self.threads, sizes=self.sizes, runs=runs
                 )
-                times = place_times(inspection, places, product_names(files.onnx))
+                times = place_times(self.inspected[files.engine], places, product_names(files.onnx))
                 lowest[name] = {place: min(spent, lowest.get(name, times)[place]) for place, spent in times.items()}
         return lowest
 

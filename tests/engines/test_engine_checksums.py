@@ -139,9 +139,9 @@ def _sign_again(path: Path, change: Callable[[bytes], bytes], **note: Any) -> No
     """Change what a library built, and the note after it, and make the checksum right again."""
     whole, told = read_engine(path, verify=False)
     if told:
-        write_engine(path, memoryview(change(whole)), told | note)
+        write_engine(path, memoryview(change(bytes(whole))), told | note)
     else:
-        path.write_bytes(change(whole))
+        path.write_bytes(change(bytes(whole)))
         sign_onnx(path)
 
 

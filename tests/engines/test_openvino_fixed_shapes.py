@@ -114,7 +114,8 @@ def test_sizes_that_the_model_cannot_take(tmp_path: Path) -> None:
 def built_and_told(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
     """An engine of three models, what the library built, and what its note tells."""
     path = build_engine("openvino", written(folder, "batch, sequence, 64"), folder / "m.engine", USUAL).path
-    return path, *read_engine(path)
+    content, note = read_engine(path)
+    return path, bytes(content), note
 
 
 def test_the_weights_are_in_the_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,10 +118,10 @@ class StandIn:
         self.refittable = False
         self.filled = True
 
-    def deserialize_cuda_engine(self, content: bytes) -> StandIn | None:
+    def deserialize_cuda_engine(self, content: memoryview) -> StandIn | None:
         self.refittable = content == b"whole, but for its weights"
         self.filled = not self.refittable
-        return self if content.startswith(b"whole") else None
+        return self if bytes(content).startswith(b"whole") else None
 
     def create_execution_context(self) -> StandIn:
         return self

@@ -74,7 +74,7 @@ def _signed(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
         path.write_bytes(content)
         if content.startswith(b"PK") or _MARK in content:
             whole, note = read_engine(path, verify=False)
-            write_engine(path, memoryview(change(whole)), note)
+            write_engine(path, memoryview(change(bytes(whole))), note)
         else:
             path.write_bytes(change(content[: _footer(len(content), content)[0]]))
             sign_onnx(path)
@@ -96,7 +96,7 @@ def signed_note(content: bytes, pick: random.Random) -> bytes:
         changed = {
             name: pick.choice(ways)(str(value).encode(), pick).decode(errors="replace") for name, value in note.items()
         }
-        write_engine(path, memoryview(whole), changed)
+        write_engine(path, whole, changed)
         return path.read_bytes()
 
 

@@ -72,8 +72,8 @@ def share_bytes(parts: Sequence[memoryview]) -> tuple[memoryview, list[Ranges]]:
     return memoryview(stored), ranges
 
 
-def parts_of(content: bytes, ranges: Sequence[Ranges]) -> list[Array]:
-    """Return the bytes of each model, as separate arrays."""
+def parts_of(content: memoryview, ranges: Sequence[Ranges]) -> list[Array]:
+    """Return the bytes of each model as an array, which shares the memory of ``content`` if it is one piece of it."""
     source, parts = np.frombuffer(content, dtype=np.uint8), []
     if len(ranges) > _MAX_MODELS:
         raise ValueError(f"{len(ranges)} models are listed; an engine has at most {_MAX_MODELS}")
@@ -82,7 +82,8 @@ def parts_of(content: bytes, ranges: Sequence[Ranges]) -> list[Array]:
             raise ValueError("a listed model is much larger than the stored bytes")
         if not pieces or not all(0 <= start < end <= len(source) for start, end in pieces):
             raise ValueError(f"the ranges {pieces} exceed the {len(source)} stored bytes")
-        parts.append(np.concatenate([source[start:end] for start, end in pieces]))
+        arrays = [source[start:end] for start, end in pieces]
+        parts.append(np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
     if not parts:
         raise ValueError("no model is listed")
     return parts

@@ -271,7 +271,7 @@ def _with_own_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tu
         used.add(address)
 
 
-def unpack(content: bytes) -> GraphFile:
+def unpack(content: bytes | memoryview) -> GraphFile:
     """Return the contents of an archive of ``GraphFile.packed``."""
     try:
         parts = _parts(content)
@@ -294,7 +294,7 @@ def unpack(content: bytes) -> GraphFile:
         raise EngineError(f"it does not contain a graph of this package ({type(error).__name__}: {error})") from error
 
 
-def _parts(content: bytes) -> dict[str, bytes]:
+def _parts(content: bytes | memoryview) -> dict[str, bytes]:
     """Return the files of the archive."""
     known = {DESCRIPTION, WEIGHTS, COMPILED}
     try:
