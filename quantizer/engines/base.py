@@ -345,7 +345,7 @@ _REMEMBERED = 256
 
 
 class InputCheck:
-    """``checked_inputs`` of one engine, which checks arrays of the same types and shapes only once."""
+    """``checked_inputs`` of one engine, which checks inputs of the same types and shapes only once."""
 
     def __init__(self, engine: str, specs: Sequence[TensorSpec]) -> None:
         self._engine = engine
@@ -355,25 +355,37 @@ class InputCheck:
 
     def __call__(self, inputs: Any) -> dict[str, Array]:
         """Return the inputs as ``checked_inputs`` does; errors as there."""
-        kinds = self._kinds(inputs)
-        if kinds is not None and kinds in self._correct:
-            return {name: inputs[name] for name in self._names}
-        arrays = checked_inputs(self._engine, self._specs, inputs)
-        if kinds is not None and len(self._correct) < _REMEMBERED:
+        arrays = self._as_they_are(inputs)
+        kinds = tuple([(array.dtype, array.shape) for array in arrays.values()])
+        if kinds in self._correct:
+            return arrays
+        checked = checked_inputs(self._engine, self._specs, inputs)
+        if arrays and len(self._correct) < _REMEMBERED:
             self._correct.add(kinds)
-        return arrays
+        return checked
 
-    def _kinds(self, inputs: Any) -> tuple[Any, ...] | None:
-        """Return type and shape of each input; None unless these are contiguous arrays with the right names."""
+    def _as_they_are(self, inputs: Any) -> dict[str, Array]:
+        """Return the inputs as contiguous arrays, if that takes no copy; empty unless all names are right.
+
+        After a call of an engine, every line of Python takes several times longer, because its data left the caches.
+        """
+        arrays: dict[str, Array] = {}
         if type(inputs) is not dict or len(inputs) != len(self._names):
-            return None
-        kinds: list[Any] = []
+            return arrays
         for name in self._names:
-            value = inputs.get(name)
-            if type(value) is not np.ndarray or not value.flags.c_contiguous:
-                return None
-            kinds += (value.dtype, value.shape)
-        return tuple(kinds)
+            value: Any = inputs.get(name)
+            if type(value) is not np.ndarray:
+                if not hasattr(value, "detach"):
+                    return {}
+                try:
+                    value = value.numpy()
+                except (RuntimeError, TypeError):
+                    # On another device, or it requires gradients.
+                    return {}
+            if not value.flags.c_contiguous:
+                return {}
+            arrays[name] = value
+        return arrays
 
 
 def _listed(specs: Sequence[TensorSpec]) -> str:
@@ -423,7 +435,8 @@ def in_kind(inputs: Any, names: Iterable[str], arrays: Iterable[npt.NDArray[Any]
     import torch
 
     writable = (array if array.flags.writeable else array.copy() for array in map(np.asarray, arrays))
-    return {name: torch.from_numpy(array).to(device) for name, array in zip(names, writable, strict=True)}
+    outputs = {name: torch.from_numpy(array) for name, array in zip(names, writable, strict=True)}
+    return outputs if device.type == "cpu" else {name: value.to(device) for name, value in outputs.items()}
 
 
 T = TypeVar("T")

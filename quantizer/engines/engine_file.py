@@ -60,7 +60,7 @@ def read_engine(path: Path, *, verify: bool = True) -> tuple[memoryview, dict[st
     """
     try:
         with regular_file(path).open("rb") as stream:
-            content = memoryview(np.empty(os.fstat(stream.fileno()).st_size, dtype=np.uint8))
+            content = np.empty(os.fstat(stream.fileno()).st_size, dtype=np.uint8).data
             content = content[: stream.readinto(content)]
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error

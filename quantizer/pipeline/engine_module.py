@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.engines import Engine
+from quantizer.engines.base import Array
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.pipeline.context import engine_inputs
 from quantizer.pipeline.module_feed import LABELS, by_name
@@ -188,28 +189,44 @@ class EngineModule(nn.Module):
                 f"{call.model} returns a {type(call.output).__name__} with {len(tensors)} tensors, but the engine has "
                 f"{len(engine.output_names)} outputs; expected one tensor per output, alone or in a structure"
             )
-        self._names = frozenset(engine.input_names)
+        self._types = {spec.name: spec.dtype for spec in engine.inputs}
         self._leaves = [None if isinstance(leaf, Tensor) else _Constant(leaf) for leaf in output_leaves]
         self.eval()
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Run the engine with the arguments of the float model."""
-        batch = keywords
-        if args or keywords.keys() != self._names or not all(map(_is_plain, keywords.values())):
-            batch = self._call_form.bound(args, keywords, self.engine.input_names)
-        outputs = self.engine(engine_inputs(self.engine, batch))
-        values = iter([torch.as_tensor(outputs[name]) for name in self.engine.output_names])
+        arrays = None if args else self._as_they_are(keywords)
+        if arrays is None:
+            arrays = engine_inputs(self.engine, self._call_form.bound(args, keywords, self.engine.input_names))
+        outputs = self.engine(arrays)
+        values = iter([torch.from_numpy(outputs[name]) for name in self.engine.output_names])
         return self._rebuilt([next(values) if leaf is None else leaf.value for leaf in self._leaves])
+
+    def _as_they_are(self, keywords: Mapping[str, Any]) -> dict[str, Array] | None:
+        """Return the arguments as arrays, if they are the inputs of the engine; None if ``bound`` must look at them.
+
+        After a call of an engine, its weights fill the caches, so that each line of Python takes several times longer.
+        """
+        if len(keywords) != len(self._types):
+            return None
+        arrays: dict[str, Array] = {}
+        for name, dtype in self._types.items():
+            value = keywords.get(name)
+            if type(value) is not Tensor:
+                return None
+            try:
+                array = value.numpy()
+            except (RuntimeError, TypeError):
+                # On another device, of a type that numpy lacks, or it requires gradients.
+                return None
+            if array.dtype != dtype or array.ndim == 0 or len(array) == 0:
+                return None
+            arrays[name] = array
+        return arrays
 
     def extra_repr(self) -> str:
         """Return the name, inputs and outputs of the engine."""
         return f"{self.engine.name}: {', '.join(map(str, self.engine.inputs))} -> {', '.join(self.engine.output_names)}"
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor with samples on the CPU, which ``by_name`` would return unchanged."""
-    is_tensor = type(value) is Tensor and value.device.type == "cpu" and not value.requires_grad
-    return is_tensor and value.dim() > 0 and len(value) > 0
 
 
 class _Constant:

@@ -230,8 +230,8 @@ def structure_digest(path: Path) -> str:
     digest, known = hashlib.sha256(), dict[float, int]()
     for tensor in _tensors(onnx, model.graph):
         digest.update(f"{tensor.name} {_values(onnx, tensor, known)}\n".encode())
-        for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
-            tensor.ClearField(field)
+        for values in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
+            tensor.ClearField(values)
         # The location of external data does not affect latency.
         tensor.ClearField("external_data")
     digest.update(model.SerializeToString(deterministic=True))
