@@ -154,10 +154,9 @@ def _converted(detector: Detector, model: nn.Module, backend: str, folder: Path,
     """Return what ``quantizer convert`` makes of a checkpoint; the note is the mAP that it reports."""
     assert detector.save is not None
     detector.save(model, folder / "checkpoint")
-    data = {
-        "calibration": write_scenes(folder / "calibration", range(_CALIBRATION)),
-        "evaluation": write_scenes(folder / "evaluation", range(_FIRST, _FIRST + number)),
-    }
+    calibration = write_scenes(folder / "calibration", range(_CALIBRATION)).parent
+    evaluation = write_scenes(folder / "evaluation", range(_FIRST, _FIRST + number))
+    data = {"calibration": calibration, "evaluation": f"coco-json:{evaluation}"}
     command = [sys.executable, "-P", "-m", "quantizer", "convert", "--model", str(folder / "checkpoint")]
     command += ["--task", "object-detection", "--quantization", "--backend", backend, "--output", str(folder / "made")]
     command += [word for option, path in data.items() for word in (f"--{option}", str(path))]

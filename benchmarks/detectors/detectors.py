@@ -232,6 +232,21 @@ def _yolo_ready(model: nn.Module) -> nn.Module:
     return _Plain(model).eval()
 
 
+def _yolo26_ready(model: nn.Module) -> nn.Module:
+    # The head that needs no non-maximum suppression.
+    model.model[-1].end2end = True
+    return _yolo_ready(model)
+
+
+def _yolo26_read(outputs: Any) -> list[Detections]:
+    found = []
+    for rows in np.asarray(next(iter(outputs.values())) if isinstance(outputs, dict) else outputs, dtype=np.float64):
+        corners, scores, kinds = rows[:, :4], rows[:, 4], rows[:, 5]
+        sized = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], -1)
+        found.append(Detections(sized, kinds.round().astype(np.int64), scores))
+    return found
+
+
 def _yolo_read(outputs: Any) -> list[Detections]:
     found = []
     for rows in np.asarray(next(iter(outputs.values())) if isinstance(outputs, dict) else outputs):
@@ -296,6 +311,14 @@ DETECTORS: dict[str, Detector] = {
         read=_yolo_read,
         ready=_yolo_ready,
         steps=2500,
+    ),
+    "yolo26n": Detector(
+        title="YOLO26n, ultralytics",
+        build=lambda: _yolo("yolo26n"),
+        loss=_yolo_loss,
+        read=_yolo26_read,
+        ready=_yolo26_ready,
+        steps=4000,
     ),
 }
 """All detectors, by the name that the command takes."""

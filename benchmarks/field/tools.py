@@ -28,6 +28,7 @@ import quantizer
 from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.export.exporter import export_onnx
 from quantizer.pipeline.benchmark import QUANTIZED_STEM
+from quantizer.proxy.build import exportable
 
 __all__ = ["REFERENCE", "TOOLS", "Made", "Tool", "onnx_session"]
 
@@ -79,7 +80,9 @@ class Tool:
 
 
 def _float_file(subject: Subject, folder: Path) -> Path:
-    return export_onnx(subject.model, folder / "float.onnx", subject.calibration[0], opset=20, dtype=torch.float32)
+    # Other tools also get the operator patches with which the batch of RT-DETRv2 is variable.
+    model = exportable(subject.model)
+    return export_onnx(model, folder / "float.onnx", subject.calibration[0], opset=20, dtype=torch.float32)
 
 
 def _arrays(batch: Batch) -> dict[str, np.ndarray[Any, Any]]:

@@ -393,17 +393,23 @@ def _output_of(model: nn.Module, example: Any) -> Any:
 def _output_names(output: Any) -> list[str] | None:
     """Return the names of the output tensors of a mapping or dataclass; None lets the exporter name them.
 
-    Fields of a dataclass may be None or plain values, which a graph does not return.
+    The tensors in a tuple of it are numbered: ``hidden_states.0``. Fields of a dataclass may be None or plain values,
+    which a graph does not return.
     """
     # Keys may have any type. _check_output_names refuses keys with equal text.
     fields = output if isinstance(output, Mapping) else fields_of(output)
     if fields is None:
         return None
-    names = [str(name) for name, value in fields.items() if isinstance(value, Tensor)]
-    plain_values = [value for value in fields.values() if not isinstance(value, Tensor)]
-    # The exporter counts plain values of a mapping as outputs.
-    if (plain_values and isinstance(output, Mapping)) or any(isinstance(leaf, Tensor) for leaf in leaves(plain_values)):
-        return None
+    names: list[str] = []
+    for name, value in fields.items():
+        inside = leaves(value)
+        if isinstance(value, Tensor):
+            names.append(str(name))
+        elif inside and all(isinstance(leaf, Tensor) for leaf in inside):
+            names += [f"{name}.{number}" for number in range(len(inside))]
+        elif isinstance(output, Mapping) or any(isinstance(leaf, Tensor) for leaf in inside):
+            # The exporter counts plain values of a mapping as outputs.
+            return None
     return names
 
 
