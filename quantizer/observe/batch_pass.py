@@ -610,4 +610,11 @@ def _why_not_residual(tensors: Sequence[Tensor], origins: Sequence[Origin | None
         return ReasonCode.ADD_ONE_PRODUCT.text()
     if any(origin is not None and origin.kind == "product" for origin in (first, second)):
         return ReasonCode.ADD_SCORES.text()
+    if tensors[0].dim() <= _MAX_ROWS_DIM and tensors[0].shape[-1] <= _COORDINATES:
+        # Its two adds cost RT-DETRv2 0.4 points of mAP; see benchmarks/results/detectors.md.
+        return ReasonCode.ADD_COORDINATES.text()
     return None
+
+
+_MAX_ROWS_DIM, _COORDINATES = 3, 4
+"""Most dimensions of a tensor whose last one has the values of a row, and most values of a row that may be a box."""
