@@ -97,56 +97,13 @@ def _rt_detr() -> nn.Module:
     return RTDetrV2ForObjectDetection(config)
 
 
-def _detr() -> nn.Module:
-    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
-
-    names = dict(enumerate(CLASSES))
-    backbone = ResNetConfig(
-        embedding_size=32,
-        hidden_sizes=[32, 64, 128],
-        depths=[1, 1, 1],
-        layer_type="basic",
-        out_features=["stage3"],
-    )
-    config = DetrConfig(
-        use_timm_backbone=False,
-        use_pretrained_backbone=False,
-        backbone=None,
-        backbone_config=backbone,
-        d_model=64,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_ffn_dim=128,
-        decoder_ffn_dim=128,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        num_queries=20,
-        auxiliary_loss=True,
-        dropout=0.0,
-        id2label=names,
-        label2id={name: at for at, name in names.items()},
-    )
-    model = DetrForObjectDetection(config)
-    # Its first layers are frozen for pretrained weights; those of random ones learn.
-    return model.requires_grad_(True)
-
-
-def _transformers_loss(model: nn.Module, images: Tensor, boxes: list[Tensor], labels: list[Tensor]) -> Tensor:
+def _rt_detr_loss(model: nn.Module, images: Tensor, boxes: list[Tensor], labels: list[Tensor]) -> Tensor:
     targets = []
     for corners, kinds in zip(boxes, labels, strict=True):
         middles = torch.cat([(corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]], -1)
         targets.append({"boxes": middles / SIDE, "class_labels": kinds})
     loss: Tensor = model(pixel_values=images, labels=targets).loss
     return loss
-
-
-def _detr_save(model: nn.Module, folder: Path) -> None:
-    """Write the model with an image processor as published checkpoints have it: it keeps the proportions of images."""
-    from transformers import DetrImageProcessorPil
-
-    model.save_pretrained(folder)
-    size = {"shortest_edge": SIDE, "longest_edge": 2 * SIDE}
-    DetrImageProcessorPil(size=size, do_normalize=False).save_pretrained(folder)
 
 
 def _rt_detr_save(model: nn.Module, folder: Path) -> None:
@@ -159,19 +116,9 @@ def _rt_detr_save(model: nn.Module, folder: Path) -> None:
 
 
 def _rt_detr_read(outputs: Any) -> list[Detections]:
-    return _of_queries(torch.as_tensor(np.asarray(outputs["logits"])).sigmoid(), outputs)
-
-
-def _detr_read(outputs: Any) -> list[Detections]:
-    # The last class means that there is no object.
-    return _of_queries(torch.as_tensor(np.asarray(outputs["logits"])).softmax(-1)[..., :-1], outputs)
-
-
-def _of_queries(all_scores: Tensor, outputs: Any) -> list[Detections]:
-    """Return the detections in each image, from the scores of queries [B x Q x C] and their boxes."""
+    logits, boxes = (torch.as_tensor(np.asarray(outputs[name])) for name in ("logits", "pred_boxes"))
     found = []
-    boxes = torch.as_tensor(np.asarray(outputs["pred_boxes"]))
-    for scores, places in zip(all_scores, boxes, strict=True):
+    for scores, places in zip(logits.sigmoid(), boxes, strict=True):
         best, at = scores.flatten().sort(descending=True, stable=True)
         best, at = best[:_CANDIDATES], at[:_CANDIDATES]
         chosen = places[at // scores.shape[1]] * SIDE
@@ -283,7 +230,7 @@ DETECTORS: dict[str, Detector] = {
     "rt-detr": Detector(
         title="RT-DETRv2, transformers",
         build=_rt_detr,
-        loss=_transformers_loss,
+        loss=_rt_detr_loss,
         read=_rt_detr_read,
         input_name="pixel_values",
         rate=1e-3,
@@ -291,18 +238,6 @@ DETECTORS: dict[str, Detector] = {
         is_transformer=True,
         save=_rt_detr_save,
         steps=4000,
-    ),
-    "detr": Detector(
-        title="DETR, transformers",
-        build=_detr,
-        loss=_transformers_loss,
-        read=_detr_read,
-        input_name="pixel_values",
-        rate=5e-4,
-        ready=lambda model: _Detections(model).eval(),
-        is_transformer=True,
-        save=_detr_save,
-        steps=20000,
     ),
     "yolo11n": Detector(
         title="YOLO11n, ultralytics",
