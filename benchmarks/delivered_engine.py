@@ -33,6 +33,7 @@ from quantizer import quantize_model
 from quantizer.engines import interleaved_latency, medians
 from quantizer.export.exporter import export_onnx
 from quantizer.tasks.metrics import sqnr_db
+from quantizer.utils.cpu import saturates
 
 Call = Callable[[Mapping[str, torch.Tensor]], Any]
 SIZES = ((1, 16), (1, 128), (8, 128), (32, 128))
@@ -83,7 +84,8 @@ def _engines(threads: int, folder: Path) -> tuple[dict[str, Call], str]:
     quantized = nncf_by_default(plain, [_arrays(batch) for batch in batches], transformer=True)
     openvino.save_model(quantized, nncf, compress_to_fp16=False)
     ours = quantize_model(model, batches, threads=threads, progress=False)
-    ort = quantize_model(model, batches, threads=threads, backend="onnxruntime", progress=False)
+    ort_backend = "onnxruntime-avx2" if saturates() else "onnxruntime"
+    ort = quantize_model(model, batches, threads=threads, backend=ort_backend, progress=False)
     assert ours.record.choice is not None
     chosen = ours.record.choice.candidates[0].name
     found = {
@@ -92,7 +94,7 @@ def _engines(threads: int, folder: Path) -> tuple[dict[str, Call], str]:
         "NNCF, rest in FP32": _openvino(nncf, threads, "f32"),
         "NNCF, rest in BF16": _openvino(nncf, threads, "bf16"),
         f"ours, `result.engine(...)`: {chosen}": lambda batch: ours.engine(**batch),
-        'ours, `backend="onnxruntime"`': lambda batch: ort.engine(**batch),
+        f'ours, `backend="{ort_backend}"`': lambda batch: ort.engine(**batch),
         "our file in plain OpenVINO, rest in FP32": _openvino(ours.folder / "model.onnx", threads, "f32"),
     }
     return found, ours.record.choice.headline

@@ -40,6 +40,7 @@ from quantizer.report.record import ALIKE_DB, FURTHER_DB, OutputDistance, is_no_
 from quantizer.tasks import Batch, Feed, batch_shape, rows_at
 from quantizer.tasks.inputs import TextInputs
 from quantizer.tasks.metrics import mean_cosine, sqnr_db
+from quantizer.utils.cpu import saturates
 from quantizer.utils.dimension_names import PRESENT
 from quantizer.utils.sizes import BATCH
 from quantizer.utils.structure import fields_of, leaves
@@ -639,12 +640,14 @@ def takes(engine: Engine, only_sizes: OnlySizes, batch: Batch) -> bool:
     return not only_sizes or _sizes(engine, batch) in only_sizes
 
 
-def refusal(why: str) -> str:
-    """Return the error message for a rejected engine."""
-    return (
-        f"the engine is refused: {why}. Use another backend (`auto` chooses the fastest correct engine), or keep the "
-        "layers in float that it computes wrongly (`exclude`)"
-    )
+def refusal(why: str, backend: str) -> str:
+    """Return the error message for a rejected engine of a backend."""
+    exact = profile(backend).exact_variant if saturates() else None
+    if exact is None:
+        use = "another backend (`auto` chooses the fastest correct engine)"
+    else:
+        use = f"the backend {exact}, because this CPU has no VNNI, so that INT8 products saturate on {backend}"
+    return f"the engine is refused: {why}. Use {use}, or keep the layers in float that it computes wrongly (`exclude`)"
 
 
 def _sizes_alone(engine: Engine, batches: Sequence[Batch], built: BuildResult) -> OnlySizes:

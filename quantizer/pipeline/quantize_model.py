@@ -338,7 +338,7 @@ def quantize_model(
                 record = carry_out(run_config, folder, False, console, work, scored=scored, store=kept)
             assert record is not None
             if record.engine_refused is not None:
-                raise EngineError(refusal(record.engine_refused))
+                raise EngineError(refusal(record.engine_refused, str(record.config["quantizer"]["backend"])))
             run_config = with_backend(run_config, str(record.config["quantizer"]["backend"]))
             return QuantizedModel(float_model, call, record, folder, run_config, batches)
         except BaseException as error:

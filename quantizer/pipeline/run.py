@@ -175,9 +175,10 @@ def _missed(record: RunRecord | None, folder: Path) -> str | None:
     if record is None:
         return None
     if record.engine_refused is not None:
+        refused = refusal(record.engine_refused, str(record.config["quantizer"]["backend"]))
         return (
-            f"{refusal(record.engine_refused)}. {folder} contains the report, the quantizer and model.onnx, from which "
-            "`build_engine` builds the engine without a comparison"
+            f"{refused}. {folder} contains the report, the quantizer and model.onnx, from which `build_engine` builds "
+            "the engine without a comparison"
         )
     missed = missed_speed(record.latency_fallback)
     return None if missed is None else f"{missed}; the engine is in {folder}"

@@ -540,7 +540,9 @@ def _compared(run: SweepRun, folder: Path, outcome: Outcome) -> ComparedRun:
     except QuantizerError as unreadable:
         return failed_run(run.name, place, _plain(run.config), str(unreadable))
     record = compared_run.record
-    refused = None if record is None or record.engine_refused is None else refusal(record.engine_refused)
+    refused = None
+    if record is not None and record.engine_refused is not None:
+        refused = refusal(record.engine_refused, str(record.config["quantizer"]["backend"]))
     missed = None if record is None else missed_speed(record.latency_fallback)
     wrong = "; ".join(filter(None, [outcome.error, refused, missed]))
     return compared_run.with_error(wrong) if wrong else compared_run

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import quantizer
+import quantizer.pipeline.compare_outputs as compare_outputs
 import quantizer.pipeline.run_engines as run_engines
 from quantizer.cli.main import main
 from quantizer.engines import build_engine
 from quantizer.errors import EngineError
 from quantizer.export.passes import openvino as openvino_passes
+from quantizer.pipeline.compare_outputs import refusal
 from quantizer.pipeline.layouts import batch_of
 from quantizer.pipeline.model_graphs import FLOAT_STEM, QUANTIZED_STEM
 from quantizer.report import read_record
@@ -145,6 +147,13 @@ def test_an_engine_that_is_wrong_at_one_size_is_refused(
     assert "does not compute the same as the model at batch 2, but does at batch 4, batch 1, " in said
     assert "Use another backend (`auto` chooses the fastest correct engine)" in said
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("quantizer-")]
+
+
+def test_where_products_saturate_a_refusal_names_the_exact_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Use another backend (`auto`" in refusal("why", "openvino-avx2")
+    monkeypatch.setattr(compare_outputs, "saturates", lambda: True)
+    assert "Use the backend onnxruntime-avx2, because this CPU has no VNNI" in refusal("why", "onnxruntime")
+    assert "Use another backend (`auto`" in refusal("why", "onnxruntime-avx2")
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
