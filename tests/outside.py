@@ -1,8 +1,8 @@
 """Scripts in processes of their own that need not import torch first, and the modules that guide pages add.
 
-Importing torch, transformers and ONNX takes most of the time of a short script, so each process is forked from a server
-that has them. The server knows nothing of this package: each script imports it anew, and what it registers or patches
-ends with its process.
+Importing torch, transformers, ONNX and this package takes most of the time of a short script, so each process is forked
+from a server that has them. The server runs nothing of this package: what a script registers or patches ends with its
+process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,10 @@ import torch.multiprocessing
 GUIDES = Path(__file__).parents[1] / "docs" / "extending"
 _TIMEOUT_S = 600
 # Libraries that start no threads: a fork has none of them. OpenVINO starts some.
-_PRELOADED = ("torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "onnx.reference", "onnxscript")
+_PRELOADED = (
+    *("torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "onnx.reference", "onnxscript"),
+    *("quantizer.cli.convert", "quantizer.pipeline.run"),
+)
 
 
 def write_guide_module(folder: Path, page: str, *names: str) -> None:
@@ -61,15 +65,21 @@ def run_outside(folder: Path, text: str) -> str:
 
 def run_script(folder: Path, name: str, *words: str) -> str:
     """Return what a script of a folder printed, run there as ``python NAME WORDS``; it must end with 0."""
-    output = folder.parent / f"{folder.name}.printed"
-    process = fork_server().Process(target=_run, args=(folder, name, words, output))
-    process.start()
+    process, output = begin_script(folder, name, *words)
     process.join(_TIMEOUT_S)
     ended = process.exitcode
     process.kill()
     printed = output.read_text(encoding="utf-8")
     assert ended == 0, f"{name} {' '.join(words)} ended with {ended} (None: not in {_TIMEOUT_S} s):\n{printed}"
     return printed
+
+
+def begin_script(folder: Path, name: str, *words: str) -> tuple[BaseProcess, Path]:
+    """Start a script of a folder there as ``python NAME WORDS``; return its process and the file of what it prints."""
+    output = folder.parent / f"{folder.name}.printed"
+    process = fork_server().Process(target=_run, args=(folder, name, words, output))
+    process.start()
+    return process, output
 
 
 def run_ranks(work: Callable[..., None], folder: Path) -> None:

@@ -1,9 +1,14 @@
-"""What makes processes of the tests quicker: garbage is looked for seldom, and the C++ compiler prepares nothing."""
+"""What makes the tests quicker: fewer searches for garbage, tables of exports, few steps, and no C++ headers."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
 
 
 def collect_seldom() -> None:
@@ -21,3 +26,46 @@ def quick_compiler() -> AbstractContextManager[None]:
     import torch._inductor.config
 
     return torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True})
+
+
+def few_steps() -> AbstractContextManager[int]:
+    """Let the reconstruction of weights take a quarter of its steps."""
+    return patch("quantizer.algorithms.reconstruction._STEPS", 50)
+
+
+def tables_of_exports() -> Mapping[str, Any]:
+    """Return functions of the exporter by their places, each with results that are kept: a tenth of a small export.
+
+    They read which operators have a translation, a decomposition, or neither. No test registers such an operator.
+    """
+    from torch._export.utils import _is_preservable_cia_op
+
+    kept: dict[str, Any] = {"torch._export.utils._is_preservable_cia_op": cache(_is_preservable_cia_op)}
+    if find_spec("onnxscript") is None:
+        return kept
+    from torch.onnx._internal.exporter import _decomp, _registration
+
+    from quantizer.export.quick_exporter import _preserved
+
+    registered = cache(_registration.ONNXRegistry.from_torchlib)
+    decompositions: dict[frozenset[Any], dict[Any, Callable[..., Any]]] = {}
+    decompositions_without = _decomp.create_onnx_friendly_decomposition_table
+
+    def from_torchlib(opset_version: int = _registration._constants.TORCHLIB_OPSET) -> Any:
+        registry = _registration.ONNXRegistry()
+        registry._opset_version = opset_version
+        # Each export adds translations of its own.
+        registry.functions = {name: [*found] for name, found in registered(opset_version).functions.items()}
+        return registry
+
+    def decomposition_table(translated: set[Any]) -> dict[Any, Callable[..., Any]]:
+        if (key := frozenset(translated)) not in decompositions:
+            decompositions[key] = decompositions_without(translated)
+        return {**decompositions[key]}
+
+    place = "torch.onnx._internal.exporter"
+    return kept | {
+        f"{place}._registration.ONNXRegistry.from_torchlib": staticmethod(from_torchlib),
+        f"{place}._decomp.create_onnx_friendly_decomposition_table": decomposition_table,
+        "quantizer.export.quick_exporter._preserved": cache(_preserved),
+    }

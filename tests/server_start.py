@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from quick_start import collect_seldom
 
 from quantizer.export.quick_exporter import exporter_cache
@@ -20,4 +21,6 @@ if find_spec("onnxscript") is not None:
 
     with exporter_cache():
         ONNXRegistry.from_torchlib(opset_version=20)  # the default of exports
+    # Imports the 400 modules that torch first needs for an export.
+    torch.export.export(torch.nn.Identity(), (torch.zeros(1),))
 collect_seldom()

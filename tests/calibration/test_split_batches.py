@@ -9,12 +9,15 @@ import pytest
 import torch
 from helpers import Mlp
 from outside import run_ranks
+from quick_start import few_steps
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError, LostRankError
 from quantizer.utils.distributed import all_gather_bytes, alone, exact_sums, get_rank, get_world_size, of_first_rank
+
+pytestmark = pytest.mark.usefixtures("learned_in_few_steps")
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "output": {"activations": {"calibrator": "output", "smoothquant_alpha": "auto"}, "bias_correction": True},
@@ -55,6 +58,7 @@ def _saved(name: str, batches: list[Tensor], folder: Path) -> None:
 
 
 def _start(rank: int, folder: str) -> None:
+    few_steps().__enter__()
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 

@@ -227,6 +227,13 @@ def test_engines_of_a_cpu_import_nothing_of_a_gpu(path: Path, tmp_path: Path) ->
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
+@pytest.fixture(scope="module")
+def engines(one_layer: Path, fp8_path: Path) -> dict[str, Any]:
+    """An engine of one layer in each type, which tries its kernels when it is made. No test changes it."""
+    _needs_interpreter()
+    return {"int8": engine_on(one_layer, "cpu", triton=True), "fp8": engine_on(fp8_path, "cpu", triton=True)}
+
+
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileTable]:
     """The table of a process that has measured nothing."""
@@ -259,11 +266,11 @@ INPUTS = {name: value.numpy() for name, value in batch("bert", seed=9).items()}
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("fastest", [first_tile(1), LIBRARY, FLOAT16], ids=["a_tile", LIBRARY, FLOAT16])
 def test_methods_are_measured_once_and_kept(
-    path: Path, fp8_path: Path, tmp_path: Path, table: TileTable, fastest: Method, kind: str
+    engines: dict[str, Any], tmp_path: Path, table: TileTable, fastest: Method, kind: str
 ) -> None:
-    engine, clock = engine_on(path if kind == "int8" else fp8_path, "cpu", triton=True), Clock(fastest)
+    engine, clock = engines[kind], Clock(fastest)
     before = _outputs(engine).astype("float32")
-    # 24 tokens and 3 rows of the pooler; q, k and v, attention's output, up, down: alike in both layers.
+    # 24 tokens and 3 rows of the pooler; q, k and v, attention's output, up, down.
     assert engine.tune(INPUTS, tmp_path / "tiles.json", seconds=clock) == 5
     assert {product.rows for product in table} == {16, 32}
     # torch._int_mm takes more than 16 rows.
@@ -287,25 +294,28 @@ def _db(expected: Any, found: Any) -> float:
     return sqnr_db(*(torch.as_tensor(each).float().numpy() for each in (expected, found)))
 
 
-def test_a_plan_says_which_layers_are_not_computed_by_the_kernel(path: Path, fp8_path: Path, table: TileTable) -> None:
+def test_a_plan_says_which_layers_are_not_computed_by_the_kernel(
+    path: Path, engines: dict[str, Any], table: TileTable
+) -> None:
     engine = engine_on(path, "cpu", triton=True)
     assert not any(kernel.measured for kernel in engine.plan.kernels)
-    engine.tune(INPUTS, seconds=Clock(FLOAT16))
+    # Both layers are alike.
+    assert engine.tune(INPUTS, seconds=Clock(FLOAT16)) == 5
     (up,) = engine.plan.of("encoder.layer.1.intermediate")
     assert up.measured == ("float16: 1.50 times as fast as 8 bits at 17 to 32 tokens",)
     *_, pooler = engine.plan.of("pooler")
     assert pooler.measured == ("float16: 1.50 times as fast as 8 bits at 1 to 16 tokens",)
     assert f"\n    {up.measured[0]}" in str(engine.plan)
     # Another engine in the same process has the same layers in FP8, which were not measured.
-    other = engine_on(fp8_path, "cpu", triton=True)
+    other = engines["fp8"]
     assert not any(kernel.measured for kernel in other.plan.kernels)
     other.tune(INPUTS, seconds=Clock(LIBRARY))
     text = "torch._scaled_mm and a kernel for what follows: 1.50 times as fast as the kernel at 17 to 32 tokens"
     assert other.plan.of("encoder.layer.0.intermediate")[0].measured == (text,)
 
 
-def test_a_plan_joins_neighbouring_numbers_of_tokens(path: Path, table: TileTable) -> None:
-    engine = engine_on(path, "cpu", triton=True)
+def test_a_plan_joins_neighbouring_numbers_of_tokens(engines: dict[str, Any], table: TileTable) -> None:
+    engine = engines["int8"]
     engine.tune(INPUTS, seconds=Clock(FLOAT16))
     (product,) = (each for each in table if each.epilogue.startswith("gelu"))
     methods = {16: (FLOAT16, 1.5), 32: (FLOAT16, 1.25), 128: (FLOAT16, 1.2), 256: (LIBRARY, None)}
@@ -317,8 +327,8 @@ def test_a_plan_joins_neighbouring_numbers_of_tokens(path: Path, table: TileTabl
     )
 
 
-def test_a_copy_of_a_weight_in_float16_exists_only_where_it_is_used(path: Path, table: TileTable) -> None:
-    engine = engine_on(path, "cpu", triton=True)
+def test_a_copy_of_a_weight_in_float16_exists_only_where_it_is_used(engines: dict[str, Any], table: TileTable) -> None:
+    engine = engines["int8"]
     for fastest in (first_tile(1), LIBRARY):
         table._entries.clear()
         engine.tune(INPUTS, seconds=Clock(fastest))
@@ -326,7 +336,7 @@ def test_a_copy_of_a_weight_in_float16_exists_only_where_it_is_used(path: Path, 
     table._entries.clear()
     engine.tune(INPUTS, seconds=Clock(FLOAT16))
     _outputs(engine)
-    assert len(gpu_operators._COPIES) == 9  # four products in each of two layers, and the pooler
+    assert len(gpu_operators._COPIES) == 5  # four products of the layer, and the pooler
     copies = {copy.data_ptr() for copy in gpu_operators._COPIES.values()}
     _outputs(engine)
     assert {copy.data_ptr() for copy in gpu_operators._COPIES.values()} == copies

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from quantizer import Quantizer
 from quantizer.check import check_file
 from quantizer.engines import BuildOptions, build_engine, load_engine
-from quantizer.engines.backends import inspect_file
+from quantizer.engines.backends import inspect_engine
 from quantizer.engines.base import InputSizes
 from quantizer.errors import QuantizerError
 from quantizer.pipeline.engine_module import CallForm, EngineModule
@@ -202,7 +202,8 @@ def reach(case: Case, backend: str, folder: Path) -> Reached:
     loaded = load_engine(backend, folder / "model.engine")
     engine = EngineModule(loaded, CallForm.of(model, next(iter(right.values())), loaded.input_names))
     sizes = {"batch": max(case.rows)} | ({"sequence": case.lengths[-1]} if case.lengths else {})
-    inspection = inspect_file(folder / "model.engine", backend, sizes=InputSizes(**sizes))
+    # The times of layers are not read: one run is enough.
+    inspection = inspect_engine(backend, folder / "model.engine", sizes=InputSizes(**sizes), runs=1)
     reached = Reached(
         frozen={size: sqnr(right[size], _call(frozen, batch)) for size, batch in measured.items()},
         engine={size: sqnr(right[size], _call(engine, batch)) for size, batch in measured.items()},

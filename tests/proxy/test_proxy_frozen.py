@@ -12,6 +12,7 @@ import pytest
 import torch
 from daily import some_daily
 from helpers import ConvNet, Mlp, batch, tiny
+from outside import run_outside
 from torch import Tensor, nn
 from torch.nn import functional as F
 from toy_nets import net
@@ -27,10 +28,12 @@ HERE = Path(__file__).parent
 
 
 def _run_in_a_new_process(script: str, *arguments: Path) -> None:
-    """Run a script in a process that knows the tests' helpers; it fails by an exception."""
-    code = f"import sys; sys.path.insert(0, {str(HERE.parent)!r})\n{script}"
+    """Run a script in a process that has imported nothing; it fails by an exception."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-W", "error", "-c", f"import sys\n{script}", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
 
@@ -215,7 +218,7 @@ from pathlib import Path
 import torch
 from helpers import assert_same, batch, tiny
 from quantizer import Quantizer
-folder = Path(sys.argv[1])
+folder = Path()
 model = tiny("bert-classification", "sdpa")
 q = Quantizer.load(folder / "state")
 kept = torch.load(folder / "kept.pt")
@@ -254,7 +257,8 @@ def test_a_reload_in_a_new_process_is_bit_identical(tmp_path: Path, fallback: bo
         "ranges": str(q.ranges),
     }
     torch.save(kept, tmp_path / "kept.pt")
-    _run_in_a_new_process(_RELOAD, tmp_path)
+    path = f"import sys, warnings; warnings.simplefilter('error'); sys.path.insert(0, {str(HERE.parent)!r})"
+    run_outside(tmp_path, f"{path}\n{_RELOAD}")
 
 
 def test_saving_twice_replaces(tmp_path: Path) -> None:

@@ -78,7 +78,6 @@ def test_a_classifier_is_converted_and_serves(place: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("name", "backends"),
     [
-        ("wav2vec2", ("openvino",)),
         ("hubert", ("onnxruntime",)),
         pytest.param("wav2vec2", ("openvino", "onnxruntime"), marks=pytest.mark.nightly),
         pytest.param("hubert", ("openvino", "onnxruntime"), marks=pytest.mark.nightly),

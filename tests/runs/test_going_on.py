@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +19,8 @@ for _package in ("onnx", "onnxscript", "onnxruntime", "openvino", "jinja2"):
     pytest.importorskip(_package, reason="needs enginequant[onnx,onnxruntime,openvino,report]")
 
 import fixed_times
+from daily import some_daily
+from outside import begin_script
 
 import quantizer
 from quantizer.cli.main import main
@@ -81,7 +81,6 @@ def score(model):
     with torch.no_grad():
         return -torch.cat([(model(x) - FLOAT(x)).abs() for x in calibration()[:4]]).mean().item()
 """
-REPOSITORY = Path(__file__).parents[2]
 BATCHES = 40
 BUDGET = {"fallback": {"max_drop": 0.0002}}
 
@@ -125,22 +124,19 @@ def _quantize(user: Any, net: nn.Module | None = None, **settings: Any) -> Any:
 def _killed(settings: dict[str, Any]) -> None:
     """Kill a process that makes the same call, when it scores an engine."""
     Path("stop").touch()
-    code = "import fixed_times, of_user, quantizer as q; fixed_times.fix(setattr); "
-    code += f"q.quantize_model(of_user.net(), of_user.calibration(), **{settings!r}"
-    command = [sys.executable, "-c", f"{code}, score=of_user.score)"]
-    search = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), "."])
-    environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    code = "import fixed_times, of_user, torch, quantizer as q; torch.set_num_threads(1); fixed_times.fix(setattr); "
+    code += f"q.quantize_model(of_user.net(), of_user.calibration(), **{settings!r}, score=of_user.score)"
+    Path("killed.py").write_text(code)
+    process, output = begin_script(Path.cwd(), "killed.py")
     try:
         for _ in range(3000):
-            if Path("waits").exists() or process.poll() is not None:
+            if Path("waits").exists() or not process.is_alive():
                 break
             time.sleep(0.1)
-        process.send_signal(signal.SIGKILL)
-        _, errors = process.communicate()
     finally:
         process.kill()
-    assert Path("waits").exists(), errors
+        process.join()
+    assert Path("waits").exists(), output.read_text()
     Path("stop").unlink()
     _passes()
 
@@ -307,7 +303,8 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# A sweep that is killed goes on in test_sweep.py.
+@pytest.mark.parametrize("command", some_daily([*COMMANDS], 2))
 def test_commands_go_on(user: Any, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = {"model": FUNCTIONS, "quantizer": {"backend": ONNXRUNTIME}}
     Path("run.yaml").write_text(yaml.safe_dump(run))

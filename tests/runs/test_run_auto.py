@@ -596,7 +596,8 @@ def test_a_conversion_delivers_float_where_it_is_faster(at: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("vnni", "named", "chosen"), [(True, False, ONNXRUNTIME), (True, True, TORCH), (False, False, TORCH)]
+    ("vnni", "named", "chosen"),
+    some_daily([(True, False, ONNXRUNTIME), (True, True, TORCH), (False, False, TORCH)], 2),
 )
 def test_where_torch_was_never_faster_it_is_tried_if_it_is_named(
     vnni: bool, named: bool, chosen: str, at: Path, monkeypatch: pytest.MonkeyPatch

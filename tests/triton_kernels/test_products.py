@@ -20,7 +20,10 @@ from quantizer.numerics.triton_kernels.tiles import Tile
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
 TILE = Tile(rows=32, columns=32, depth=32, warps=4, stages=2)
-SIZES = [(1, 1, 1), (3, 5, 7), (37, 48, 70), (64, 96, 128), (300, 33, 129)]
+MANY_TILES = (300, 33, 129)
+SIZES = [(1, 1, 1), (3, 5, 7), (37, 48, 70), (64, 96, 128), MANY_TILES]
+# The interpreter takes seconds for all activations of many tiles, which other tests have daily with one.
+MANY_NIGHTLY = [*SIZES[:-1], pytest.param(MANY_TILES, marks=pytest.mark.nightly)]
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
 
@@ -56,7 +59,7 @@ def _both(
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MANY_NIGHTLY)
 def test_every_activation_and_result_of_int8(size: tuple[int, int, int]) -> None:
     for activation, result in itertools.product(reference.ACTIVATIONS, (torch.float16, torch.bfloat16, INT8, FP8)):
         found, expected = _both(size, INT8, result, activation)
@@ -77,7 +80,7 @@ def test_every_result_of_fp8(size: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize(("bias", "residual"), [(True, False), (False, True), (False, False)])
 def test_what_is_left_out(bias: bool, residual: bool) -> None:
-    found, expected = _both((37, 48, 70), result=INT8, bias=bias, residual=residual)
+    found, expected = _both(MANY_TILES, result=INT8, bias=bias, residual=residual)
     assert torch.equal(found, expected)
 
 
@@ -146,7 +149,7 @@ def test_a_scale_for_each_column_of_the_result(parts: int) -> None:
     assert torch.equal(columns, (floats / next_scale).round().clamp(-128, 127).to(INT8))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MANY_NIGHTLY)
 def test_an_epilogue_alone_writes_what_a_product_with_it_does(size: tuple[int, int, int]) -> None:
     """Its operand is the exact sums of another library: int32, or float32 for the sums of FP8."""
     m, n, k = size
