@@ -610,7 +610,7 @@ def _why_not_residual(tensors: Sequence[Tensor], origins: Sequence[Origin | None
         return ReasonCode.ADD_ONE_PRODUCT.text()
     if any(origin is not None and origin.kind == "product" for origin in (first, second)):
         return ReasonCode.ADD_SCORES.text()
-    if tensors[0].dim() <= _MAX_ROWS_DIM and tensors[0].shape[-1] <= _COORDINATES:
+    if 0 < tensors[0].dim() <= _MAX_ROWS_DIM and tensors[0].shape[-1] <= _COORDINATES:
         # Its two adds cost RT-DETRv2 0.4 points of mAP; see benchmarks/results/detectors.md.
         return ReasonCode.ADD_COORDINATES.text()
     return None

@@ -405,7 +405,7 @@ def _checked_engine(job: Job, name: str, model: nn.Module, bound: Tolerance) -> 
 def _refuse(job: Job, why: str) -> None:
     job.refused["engine"] = why
     job.engines.refuse()
-    job.timer.say(f"warning: {refusal(why, job.quantizer.config.backend)}")
+    job.timer.say(f"warning: {refusal(why, job.engines.timing.backend)}")
 
 
 def _scored(job: Job, take: Callable[[], Value], otherwise: Value) -> Value:
