@@ -8,7 +8,7 @@ even return the result of an earlier call, and its engine files do not store the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -355,7 +355,7 @@ class InputCheck:
 
     def __call__(self, inputs: Any) -> dict[str, Array]:
         """Return the inputs as ``checked_inputs`` does; errors as there."""
-        arrays = self._as_they_are(inputs)
+        arrays = arrays_without_copies(self._names, inputs) if type(inputs) is dict else {}
         kinds = tuple([(array.dtype, array.shape) for array in arrays.values()])
         if kinds in self._correct:
             return arrays
@@ -364,28 +364,30 @@ class InputCheck:
             self._correct.add(kinds)
         return checked
 
-    def _as_they_are(self, inputs: Any) -> dict[str, Array]:
-        """Return the inputs as contiguous arrays, if that takes no copy; empty unless all names are right.
 
-        After a call of an engine, every line of Python takes several times longer, because its data left the caches.
-        """
-        arrays: dict[str, Array] = {}
-        if type(inputs) is not dict or len(inputs) != len(self._names):
-            return arrays
-        for name in self._names:
-            value: Any = inputs.get(name)
-            if type(value) is not np.ndarray:
-                if not hasattr(value, "detach"):
-                    return {}
-                try:
-                    value = value.numpy()
-                except (RuntimeError, TypeError):
-                    # On another device, or it requires gradients.
-                    return {}
-            if not value.flags.c_contiguous:
-                return {}
-            arrays[name] = value
+def arrays_without_copies(names: Collection[str], inputs: Mapping[str, Any]) -> dict[str, Array]:
+    """Return arrays and tensors as contiguous arrays that share their memory; empty if that is not possible.
+
+    It is also empty unless the inputs have exactly these names. After a call of an engine, its weights fill the caches,
+    so that each line of Python takes several times longer.
+    """
+    arrays: dict[str, Array] = {}
+    if len(inputs) != len(names):
         return arrays
+    for name in names:
+        value: Any = inputs.get(name)
+        if type(value) is not np.ndarray:
+            if not hasattr(value, "detach"):
+                return {}
+            try:
+                value = value.numpy()
+            except (RuntimeError, TypeError):
+                # On another device, of a type that numpy lacks, or it requires gradients.
+                return {}
+        if not value.flags.c_contiguous:
+            return {}
+        arrays[name] = value
+    return arrays
 
 
 def _listed(specs: Sequence[TensorSpec]) -> str:

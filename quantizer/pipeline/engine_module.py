@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.engines import Engine
-from quantizer.engines.base import Array
+from quantizer.engines.base import Array, arrays_without_copies
 from quantizer.errors import EngineError, QuantizerError
 from quantizer.pipeline.context import engine_inputs
 from quantizer.pipeline.module_feed import LABELS, by_name
@@ -195,34 +195,22 @@ class EngineModule(nn.Module):
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Run the engine with the arguments of the float model."""
-        arrays = None if args else self._as_they_are(keywords)
-        if arrays is None:
+        arrays = {} if args else self._as_they_are(keywords)
+        if not arrays:
             arrays = engine_inputs(self.engine, self._call_form.bound(args, keywords, self.engine.input_names))
         outputs = self.engine(arrays)
         values = iter([torch.from_numpy(outputs[name]) for name in self.engine.output_names])
         return self._rebuilt([next(values) if leaf is None else leaf.value for leaf in self._leaves])
 
-    def _as_they_are(self, keywords: Mapping[str, Any]) -> dict[str, Array] | None:
-        """Return the arguments as arrays, if they are the inputs of the engine; None if ``bound`` must look at them.
-
-        After a call of an engine, its weights fill the caches, so that each line of Python takes several times longer.
-        """
-        if len(keywords) != len(self._types):
-            return None
-        arrays: dict[str, Array] = {}
-        for name, dtype in self._types.items():
-            value = keywords.get(name)
-            if type(value) is not Tensor:
-                return None
-            try:
-                array = value.numpy()
-            except (RuntimeError, TypeError):
-                # On another device, of a type that numpy lacks, or it requires gradients.
-                return None
-            if array.dtype != dtype or array.ndim == 0 or len(array) == 0:
-                return None
-            arrays[name] = array
-        return arrays
+    def _as_they_are(self, keywords: Mapping[str, Any]) -> dict[str, Array]:
+        """Return the arguments as arrays, if they are the engine's inputs; empty if ``bound`` must look at them."""
+        if not all(type(value) is Tensor for value in keywords.values()):
+            return {}
+        arrays = arrays_without_copies(self._types, keywords)
+        fits = all(
+            array.dtype == self._types[name] and array.ndim > 0 and len(array) > 0 for name, array in arrays.items()
+        )
+        return arrays if fits else {}
 
     def extra_repr(self) -> str:
         """Return the name, inputs and outputs of the engine."""
