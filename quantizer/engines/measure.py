@@ -366,6 +366,25 @@ def begin_build(
     begin_in_own_process("trial", backend, _trial_words(onnx, engine, options, threads, sizes))
 
 
+def has_tried(
+    backend: str,
+    onnx: Path,
+    engine: Path,
+    options: BuildOptions,
+    *,
+    threads: int = 1,
+    sizes: InputSizes = _TRIAL_SIZES,
+    seconds: float = 0.0,
+) -> bool:
+    """Return whether a build of ``begin_build`` has ended, so that ``tried_build`` returns at once.
+
+    Args:
+        seconds: how long to wait for it at most; others: see ``tried_build``.
+    """
+    words = _trial_words(onnx, engine, options, threads, sizes)
+    return (worker := _KEPT.get()) is not None and worker.has_replied(_name("trial", backend, words), seconds)
+
+
 def _trial_words(onnx: Path, engine: Path, options: BuildOptions, threads: int, sizes: InputSizes) -> list[Any]:
     build_options = {
         "dynamic": dict(options.dynamic),

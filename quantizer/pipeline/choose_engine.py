@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +20,14 @@ from torch import nn
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, inspect_engine, load_engine
 from quantizer.engines.for_this_cpu import Variant, cpu_candidates
-from quantizer.engines.measure import clock_beside_others, finish_trials, is_disturbed, shortest, tried_build
+from quantizer.engines.measure import (
+    clock_beside_others,
+    finish_trials,
+    has_tried,
+    is_disturbed,
+    shortest,
+    tried_build,
+)
 from quantizer.export.qdq.onnx_file import output_names
 from quantizer.pipeline.benchmark import (
     LATENCY_ROUNDS,
@@ -360,6 +370,9 @@ def _delivered_floats(measured: Sequence[Candidate]) -> set[str]:
     return {entry.name for entry in (*floats[:1], *same[:1])}
 
 
+_POLL_S = 0.1
+"""Seconds between two looks at the builds of another process."""
+
 _ALWAYS_TIMED = 2
 """Number of sizes that are timed although the time budget is over."""
 
@@ -409,6 +422,7 @@ class _CandidateBuilder:
         self._named_by_user = named
         self._variants = variants
         self._begun: set[str] = set()
+        self._early: dict[str, tuple[Callable[[], _Checked], float]] = {}
         self._context = work.context
         self._graphs = work.graphs
         self._config = config
@@ -446,7 +460,9 @@ class _CandidateBuilder:
                 try:
                     hopeless = self._hopeless(variant, candidate, why, correct)
                     if hopeless is None:
-                        correct[variant.name] = self._tried(variant, candidate)
+                        make, seconds = self._early.pop(variant.name, (partial(self._tried, variant, candidate), 0.0))
+                        start -= seconds
+                        correct[variant.name] = make()
                         candidate = correct[variant.name].candidate
                     else:
                         candidate = hopeless
@@ -459,9 +475,9 @@ class _CandidateBuilder:
         return correct, rejected
 
     def _plan_first(self) -> None:
-        """Begin to build the float engines of the first backend, make its plan meanwhile, and begin its INT8 engines.
+        """Make the plan of the first backend while its float engines are built and compared with the model.
 
-        While these are built, this process compares the float engines with the model.
+        Its INT8 engines are begun next.
         """
         first = next(iter(self._variants), None)
         if first is None or first.dtype is not None or self._graphs.several:
@@ -471,9 +487,52 @@ class _CandidateBuilder:
         if static is not None:
             # At their own turns, errors are reported.
             with suppress(*FAILURES):
-                self._begin(first, self._exported(first)[1])
-                self._begin(static, self._exported(static)[1])
+                files = self._exported(first)[1]
+                self._begin(first, files)
+                with self._floats_compared(first, files):
+                    static_files = self._exported(static)[1]
+                self._begin(static, static_files)
                 self._begin_trial(static)
+
+    @contextmanager
+    def _floats_compared(self, first: Variant, files: Mapping[str, Path]) -> Iterator[None]:
+        """Compare the float engines of a backend in another thread, as they are built, until the block ends.
+
+        What came of it counts at the engine's turn. One that is not built in time is tried then.
+        """
+        # Torch's backend changes the warning filters of the process, as the block does.
+        if profile(first.backend).library == "torch":
+            yield
+            return
+        floats = [variant for variant in self._variants if (variant.backend, variant.dtype) == (first.backend, None)]
+        for graph, module in self._graphs.checked_modules(self._context.model).items():
+            # The model itself runs in this thread only.
+            self.references[graph].of(module, output_names(files[graph]))
+        (graph,), ended = self._graphs.names, threading.Event()
+
+        def compare() -> None:
+            for variant in floats:
+                options, more = self._options(variant, graph)
+                built = variant.backend, files[graph], self._place(variant, graph), options
+                while not has_tried(*built, **more, seconds=_POLL_S):
+                    if ended.wait(_POLL_S):
+                        return
+                outcome, begun = Future[_Checked](), time.perf_counter()
+                try:
+                    outcome.set_result(self._tried(variant, Candidate(backend=variant.backend, format=variant.format)))
+                except FAILURES as error:
+                    outcome.set_exception(error)
+                self._early[variant.name] = outcome.result, time.perf_counter() - begun
+                if ended.is_set():
+                    return
+
+        with ThreadPoolExecutor(1, thread_name_prefix="compare") as pool:
+            comparison = pool.submit(copy_context().run, compare)
+            try:
+                yield
+            finally:
+                ended.set()
+            comparison.result()
 
     def scored(self, choice: EngineChoice, correct: Mapping[str, _Checked]) -> EngineChoice:
         """Return a choice with the scores of the fast quantized candidates; float engines are only compared."""

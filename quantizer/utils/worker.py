@@ -1,7 +1,8 @@
 """A child process that carries out requests which may crash or hang, and stays for the next one.
 
 Imports of the libraries take longer than many a request, so the process stays. After a crash or a timeout, the next
-request starts a new one. Requests and replies are lines of JSON. A request may begin early, and its reply wait.
+request starts a new one. Requests and replies are lines of JSON. A request may begin early, and its reply wait. Several
+threads may use a worker; one that waits in ``ask`` holds up the others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +24,9 @@ from typing import IO, Any
 from quantizer.errors import EngineError
 from quantizer.utils.child_process import child_environment, python_command
 
-_CHUNK = 2**16
+_CHUNK, _REST_S = 2**16, 10.0
+"""Bytes of a read, and seconds for the rest of a line whose first bytes are there."""
+
 _OF_TORCH = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 """Variables that torch sets when it is first used. A new process would import its libraries again, in seconds."""
 
@@ -43,6 +47,7 @@ class Worker:
         self._begun: dict[str, Any] = {}
         self._replies: dict[str, Any] = {}
         self._received = b""
+        self._lock = threading.RLock()
 
     def tell(self, request: Any) -> None:
         """Send a request that has no reply, such as an import; return at once.
@@ -50,16 +55,18 @@ class Worker:
         Raises:
             OSError: the process cannot start.
         """
-        self._send({"request": request, "replies": False})
+        with self._lock:
+            self._send({"request": request, "replies": False})
 
     def begin(self, name: str, request: Any) -> None:
         """Send a request whose reply a later ``ask`` with the same name returns; return at once.
 
         The process carries out requests in the order of their arrival. If it cannot start, ``ask`` says so.
         """
-        with suppress(OSError):
-            self._send({"request": request, "replies": True})
-        self._begun[name] = request
+        with self._lock:
+            with suppress(OSError):
+                self._send({"request": request, "replies": True})
+            self._begun[name] = request
 
     def ask(self, name: str, request: Any, *, doing: str, timeout_s: float) -> Any:
         """Send a request, unless ``begin`` has sent it, and return its reply.
@@ -73,19 +80,34 @@ class Worker:
         Raises:
             EngineError: the request failed, took too long, or crashed the process.
         """
-        if name not in self._begun and name not in self._replies:
-            self.begin(name, request)
-        while name not in self._replies:
-            self._receive(timeout_s)
-        answer = self._replies.pop(name)
+        with self._lock:
+            if name not in self._begun and name not in self._replies:
+                self.begin(name, request)
+            while name not in self._replies:
+                self._receive(timeout_s)
+            answer = self._replies.pop(name)
         if "error" in answer:
             raise EngineError(f"{doing} {answer['error']}")
         return answer["result"]
 
+    def has_replied(self, name: str, seconds: float) -> bool:
+        """Return whether the reply to a begun request is there; wait for it at most these seconds."""
+        with self._lock:
+            process, has_line = self._process, b"\n" in self._received
+            if process is None or name not in self._begun:
+                return name in self._replies
+        assert process.stdout is not None
+        if has_line or select.select([process.stdout], [], [], seconds)[0]:
+            with self._lock:
+                if process is self._process and name in self._begun:
+                    self._receive(_REST_S)
+        return name in self._replies
+
     def finish(self, timeout_s: float) -> None:
         """Wait for the replies to all requests, for example before a measurement of times."""
-        while self._begun:
-            self._receive(timeout_s)
+        with self._lock:
+            while self._begun:
+                self._receive(timeout_s)
 
     def _receive(self, timeout_s: float) -> None:
         """Wait for the reply to the oldest request; after a crash or a timeout, send the later ones again."""
@@ -114,8 +136,9 @@ class Worker:
 
     def close(self) -> None:
         """End the process, whatever it does, and forget all requests; do nothing without a process."""
-        self._stop()
-        self._begun, self._replies = {}, {}
+        with self._lock:
+            self._stop()
+            self._begun, self._replies = {}, {}
 
     def _stop(self) -> None:
         process, self._process = self._process, None
