@@ -107,3 +107,18 @@ def test_nothing_is_left_to_do_when_times_are_measured(answers: Worker) -> None:
     process.kill()
     assert _asked(answers, "other") == "other"
     assert _asked(answers, "crash") == "crash crashed: Killed (signal 9)"
+
+
+@pytest.mark.parametrize("fate", ["done", "crash"])
+def test_a_reply_that_is_there_is_seen_without_waiting(fate: str, answers: Worker) -> None:
+    assert not answers.has_replied(fate, 0)
+    for name in ("first", fate, "last"):
+        answers.begin(name, name)
+    # Both replies may arrive together.
+    assert _asked(answers, "first") == "first"
+    while not answers.has_replied(fate, 60):
+        pass
+    assert answers.has_replied(fate, 0)
+    assert _asked(answers, fate) == ("done" if fate == "done" else "crash crashed: Killed (signal 9)")
+    assert not answers.has_replied(fate, 0)
+    assert _asked(answers, "last") == "last"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -158,6 +159,40 @@ def test_latency_costs_reuse_the_times_of_the_choice(
     assert costs is not None
     assert len(calls) == measured
     assert (costs.low_ms, costs.float_ms) == ((0.05, 0.05) if measured else (2, 5))
+
+
+def test_a_float_engine_is_compared_while_the_plan_is_made(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came of it, here an error, counts at its turn."""
+    _taking({f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0}, monkeypatch)
+    compared, threads, in_float = threading.Event(), [], []
+    check, make_proxy, build = pick.check_engine, pick._CandidateBuilder._proxy, pick.built_once
+
+    def checked(*given: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        if len(threads) == 1:
+            compared.set()
+            raise EngineError("it computes something else")
+        return check(*given)
+
+    def planned(builder: Any, variant: Variant) -> Any:
+        assert compared.wait(60)
+        return make_proxy(builder, variant)
+
+    def built(*given: Any, **more: Any) -> BuildResult:
+        in_float.append(given[4])
+        return build(*given, **more)
+
+    # In tests, the build is here.
+    monkeypatch.setattr(pick, "has_tried", lambda *_, **__: True)
+    monkeypatch.setattr(pick, "check_engine", checked)
+    monkeypatch.setattr(pick._CandidateBuilder, "_proxy", planned)
+    monkeypatch.setattr(pick, "built_once", built)
+    assert main(["run", "tiny.yaml"]) == 0
+    assert threads[0] is False
+    assert all(threads[1:])
+    assert len(in_float) == len(set(in_float))
+    verdicts = {one.name: one.verdict for one in read_record(at / "done" / "report.json").choice.candidates}
+    assert verdicts == {f"{OPENVINO} int8": "chosen", f"{OPENVINO} float32": "failed: it computes something else"}
 
 
 def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
