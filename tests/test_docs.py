@@ -368,7 +368,7 @@ def test_the_guide_of_torch_models_as_it_is_written(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
     for folder in ("runs/my-net", "my-net-int8"):
         record = read_record(tmp_path / folder / "report.json")
-        assert [score.form for score in record.scores] == ["float", "proxy", "engine"]
+        assert [score.form for score in record.scores] == ["float", "engine"]
         assert record.scores[0].value > 0.5
         assert (tmp_path / folder / "model.engine").is_file()
 

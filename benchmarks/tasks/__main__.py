@@ -1,4 +1,4 @@
-"""Each task end to end, by ``quantizer run`` and ``quantizer convert``: scores of float, proxy and engine.
+"""Each task end to end, by ``quantizer run`` and ``quantizer convert``: scores of float and engine.
 
 ``make tasks`` writes ``docs/tasks.md``. What ended well is kept in ``runs/tasks``: a second call goes on from there.
 Samples that ``runs/tasks`` lacks, as those of another machine, stay as the page has them with ``--page``.

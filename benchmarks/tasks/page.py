@@ -20,7 +20,7 @@ _INTRO = """# Tasks
 What INT8 does to a model of each of the [tasks](how-to/tasks.md).
 
 Each by `quantizer run` for OpenVINO and by `quantizer convert` for ONNX Runtime, with all defaults. The score is that
-of float, proxy and engine on the same rows; behind the engine's the 95% interval of its difference to float, from
+of float and engine on the same rows; behind the engine's the 95% interval of its difference to float, from
 resampled rows. Paired figures compare engine and float row by row. Speed is that of the INT8 engine beside the float
 engine of the same backend, with one thread. Weights and rows are real ones here; those heads that were fine-tuned for
 this table saw few rows, so that their scores stand for what INT8 changes, not for the architecture.
@@ -62,7 +62,7 @@ _KEY = (0, 2)
 
 
 def _scores(results: Sequence[Result], kept: Mapping[tuple[str, ...], str]) -> Iterator[str]:
-    names = ("task", "model", "way", "rows", "score", "float", "proxy", "engine", "paired", "SQNR", "speed", "CPU")
+    names = ("task", "model", "way", "rows", "score", "float", "engine", "paired", "SQNR", "speed", "CPU")
     yield from _head(*names)
     for result in results:
         for way, record in (("run, OpenVINO", result.run), ("convert, ONNX Runtime", result.convert)):
@@ -85,7 +85,7 @@ def _short(record: RunRecord) -> str:
 
 def _figures(record: RunRecord) -> list[str]:
     found = {score.form: score for score in record.scores}
-    scores = [f"{found[which].value:.4f}" if which in found else "-" for which in ("float", "proxy", "engine")]
+    scores = [f"{found[which].value:.4f}" if which in found else "-" for which in ("float", "engine")]
     paired, rows, metric = "-", "-", "-"
     if "engine" in found:
         engine = found["engine"]

@@ -167,7 +167,8 @@ class ReportConfig(Section):
         default=False,
         description="Find the groups that cost most accuracy, their causes and fixes, and measure sensitivity and "
         "memory. Sensitivity is measured with the defaults of amp if the section is missing. With qat, only memory is "
-        "measured. `quantizer diagnose FOLDER` adds the same to a finished run.",
+        "measured. `quantizer diagnose FOLDER` adds the same to a finished run. The run itself "
+        "also scores the quantized model in PyTorch, as `proxy`.",
     )
     track: Literal["mlflow", "tensorboard", "wandb"] | None = Field(
         default=None,

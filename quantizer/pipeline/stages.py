@@ -327,9 +327,18 @@ def _named(job: Job, graph: str, output: str) -> str:
     return f"{graph}: {output}" if job.graphs.several else output
 
 
+def scores_forms(config: RunConfig, *, here: bool) -> bool:
+    """Return whether frozen models are scored: those of a training, and where the engine does not run ``here``.
+
+    The outputs of an engine are compared with those of its proxy, so that a score of the proxy only serves a diagnosis.
+    """
+    return config.qat is not None or config.report.diagnose or not here
+
+
 def score_models(job: Job) -> None:
-    """Score the float model and the frozen models."""
-    job.scorer.take({name: job.graphs.runnable(form) for name, form in {"float": job.model, **job.forms}.items()})
+    """Score the float model, and the frozen models whose scores say more than that of the engine."""
+    forms = job.forms if scores_forms(job.config, here=job.engines.runs_here) else {}
+    job.scorer.take({name: job.graphs.runnable(form) for name, form in {"float": job.model, **forms}.items()})
 
 
 def inspect(job: Job) -> None:
@@ -344,14 +353,13 @@ def score_engine(job: Job) -> None:
     """Score the engine, or a simulation of its types if it does not run on this machine."""
     loaded = job.engines.load()
     simulated = nearest_form(loaded, job.quantizer, job.model) if job.config.quantize else loaded
-    forms: dict[str, Runnable] = {name: job.graphs.runnable(form) for name, form in job.forms.items()}
+    frozen: dict[str, Runnable] = {name: job.graphs.runnable(form) for name, form in job.forms.items()}
+    forms = frozen if scores_forms(job.config, here="engine" in loaded) else {}
     simulated = {
         name: job.graphs.runnable(one) if isinstance(one, nn.Module) else one for name, one in simulated.items()
     }
-    without_engine = job.scorer.scores(forms)
-    job.scores = (
-        _scored(job, lambda: job.scorer.scores({**forms, **simulated}), without_engine) if simulated else without_engine
-    )
+    scored = _scored(job, lambda: job.scorer.scores({**forms, **simulated}), None) if simulated else None
+    job.scores = job.scorer.scores(frozen) if scored is None else scored
     if job.graphs.several:
         with job.timer("compare the generated texts"):
             job.agreement = job.graphs.agreement(job.samples, {**forms, **simulated})
@@ -528,7 +536,8 @@ def _scores_models(of: Outline) -> Iterator[str]:
     if of.scored:
         forms = ["proxy"] if of.config.qat is None else ["ptq", "qat"]
         floats = () if of.scored_by_choice or of.by_function else ("float",)
-        yield from (f"score the {form}" for form in (*floats, *(forms if of.config.quantize else ())))
+        is_frozen = of.config.quantize and scores_forms(of.config, here=of.here)
+        yield from (f"score the {form}" for form in (*floats, *(forms if is_frozen else ())))
 
 
 def _inspects(_: Outline) -> Iterator[str]:

@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -43,8 +43,10 @@ from quantizer.utils.files import Store, scratch
 from quantizer.utils.lazy import import_library
 from quantizer.utils.sizes import DataSizes
 
-_ROUNDS, _SECONDS, _WARMUP = 15, 6.0, 3
-"""Interleaved rounds for the latency of two engines, a time limit in seconds, and rounds of warmup before."""
+_ROUNDS, _SECONDS, _WARMUP, _FIRST_ROUNDS = 15, 6.0, 3, 5
+"""Interleaved rounds for the latency of two engines, a time limit in seconds, rounds of warmup before, and the rounds
+after which a comparison may end.
+"""
 
 _FEW_ROUNDS, _FEW_SECONDS, _FEW_WARMUP = 3, 2.0, 1
 """The same with its rounds of warmup, if the latency only scales the times of layers."""
@@ -57,8 +59,9 @@ seconds.
 _MEASUREMENTS, _MEASUREMENTS_S = 2, 5.0
 """Number of measurements, of which the lower time counts, and the seconds after which no other begins."""
 
-_LEAST_GAIN, _LEAST_PREDICTED = 1.02, 1.04
-"""Minimum speed-up of a plan that keeps groups in float for latency, measured and predicted.
+_LEAST_GAIN, _LEAST_PREDICTED, _CLEARLY_PREDICTED = 1.02, 1.04, 1.06
+"""Minimum speed-up of a plan that keeps groups in float for latency, measured and predicted, and the prediction from
+which another measurement of layers would not change that the plan is tried.
 
 A prediction counts no conversions between a group in float and its neighbors.
 """
@@ -146,12 +149,27 @@ class Timing:
         return {name: 1e6 * seconds for name, seconds in medians(samples).items()}
 
     def seconds(
-        self, paths: Mapping[str, Path], *, rounds: int = _ROUNDS, limit: float = _SECONDS, warmup: int = _WARMUP
+        self,
+        paths: Mapping[str, Path],
+        *,
+        rounds: int = _ROUNDS,
+        limit: float = _SECONDS,
+        warmup: int = _WARMUP,
+        goes_on: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
     ) -> dict[str, list[float]]:
-        """Return the seconds of each engine in interleaved rounds, on generated inputs; see ``interleaved_latency``."""
+        """Return the seconds of each engine in interleaved rounds, on generated inputs; see ``interleaved_latency``.
+
+        With ``goes_on``, which takes the seconds of the first ``_FIRST_ROUNDS``, further rounds follow if it says so.
+        """
         engines = {name: self.load(path) for name, path in paths.items()}
         calls = {name: partial(engine, working_inputs(engine, self.sizes)) for name, engine in engines.items()}
-        return interleaved_latency(calls, rounds=rounds, warmup=warmup, seconds=limit)
+        if goes_on is None:
+            return interleaved_latency(calls, rounds=rounds, warmup=warmup, seconds=limit)
+        first = interleaved_latency(calls, rounds=_FIRST_ROUNDS, warmup=warmup, seconds=limit)
+        if not goes_on(first):
+            return first
+        more = interleaved_latency(calls, rounds=rounds - _FIRST_ROUNDS, warmup=0, seconds=limit)
+        return {name: [*values, *more[name]] for name, values in first.items()}
 
 
 def time_groups_of(
@@ -179,7 +197,7 @@ def time_groups_of(
             {"low": low, "plain": plain},
             sorted(set(hosts.values())),
             latency,
-            lambda spent: timing.exact or _may_gain(costs(spent, latency["low"], latency["plain"])),
+            lambda spent: timing.exact or _is_doubtful(costs(spent, latency["low"], latency["plain"])),
         )
         return {"low_us": latency["low"], "float_us": latency["plain"], **spent}
 
@@ -192,16 +210,27 @@ def time_groups_of(
 def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
     """Return whether the engine ``placed`` is faster than ``low`` by 2% or more, and significantly.
 
-    A sign test over the interleaved rounds decides whether noise may be the reason.
+    A sign test over the interleaved rounds decides whether noise may be the reason. A few rounds are enough if the
+    median of their ratios shows no gain at all.
     """
-    seconds = timing.seconds({"placed": placed.engine, "low": low.engine})
-    ratios = [before / after for before, after in zip(seconds["low"], seconds["placed"], strict=True)]
+    paths = {"placed": placed.engine, "low": low.engine}
+    ratios = _ratios(timing.seconds(paths, goes_on=lambda seconds: median(_ratios(seconds)) > 1))
     return median(ratios) >= _LEAST_GAIN and _by_chance(sum(ratio > 1 for ratio in ratios), len(ratios)) <= _CHANCE
+
+
+def _ratios(seconds: Mapping[str, Sequence[float]]) -> list[float]:
+    return [before / after for before, after in zip(seconds["low"], seconds["placed"], strict=True)]
 
 
 def _may_gain(costs: LatencyCosts) -> bool:
     """Return whether keeping the slower groups in float is expected to gain enough to try it."""
     return costs.low_us >= _LEAST_PREDICTED * costs.time_us(costs.slower())
+
+
+def _is_doubtful(costs: LatencyCosts) -> bool:
+    """Return whether another measurement of layers may save the trial, or show that the gain is too small for it."""
+    predicted_us = costs.time_us(costs.slower())
+    return _LEAST_PREDICTED * predicted_us <= costs.low_us < _CLEARLY_PREDICTED * predicted_us
 
 
 def _by_chance(wins: int, rounds: int) -> float:

@@ -438,7 +438,7 @@ class RunRecord(Record):
     """Input sizes that the engine requires, one sentence each: the model fixes them, or the backend computes other
     sizes wrongly. Empty: none."""
     scores: tuple[Score, ...] = ()
-    """Scores of float, proxy and engine or simulation; empty if nothing was evaluated."""
+    """Scores of float and engine, and of other forms where they say more; empty if nothing was evaluated."""
     agreement: tuple[Agreement, ...] = ()
     """Agreement of the generated texts of each form with those of the float model; empty: the model generates none."""
     outputs: tuple[OutputDistance, ...] = ()

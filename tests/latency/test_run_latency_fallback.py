@@ -58,7 +58,7 @@ def _run(run: dict[str, Any], code: int = 0) -> RunRecord:
 def _engines(monkeypatch: pytest.MonkeyPatch, **microseconds: float) -> None:
     """Give the latencies of engines by their names, in microseconds."""
     monkeypatch.setattr(
-        Timing, "seconds", lambda self, paths, *_: {name: [1e-6 * microseconds[name]] * 15 for name in paths}
+        Timing, "seconds", lambda self, paths, *_, **__: {name: [1e-6 * microseconds[name]] * 15 for name in paths}
     )
 
 
@@ -100,9 +100,32 @@ def test_slower_groups_fall_back_where_the_engine_is_faster(
 )
 def test_only_a_significant_gain_is_one(monkeypatch: pytest.MonkeyPatch, ratios: list[float], faster: bool) -> None:
     seconds = {"placed": [1e-3] * len(ratios), "low": [1e-3 * ratio for ratio in ratios]}
-    monkeypatch.setattr(Timing, "seconds", lambda self, paths: seconds)
+    monkeypatch.setattr(Timing, "seconds", lambda self, paths, **_: seconds)
     files = EngineFiles(onnx=Path("a.onnx"), engine=Path("a.engine"))
     assert place_groups.is_faster(files, files, Timing(backend="openvino", sizes=InputSizes(), threads=1)) is faster
+
+
+@pytest.mark.parametrize(("placed", "rounds"), [(1.1, 5), (0.9, 15)])
+def test_a_comparison_ends_early_without_a_gain(placed: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def interleaved(calls: dict[str, Any], rounds: int, **_: Any) -> dict[str, list[float]]:
+        taken.append(rounds)
+        return {"placed": [placed] * rounds, "low": [1.0] * rounds}
+
+    monkeypatch.setattr(place_groups, "interleaved_latency", interleaved)
+    monkeypatch.setattr(place_groups, "working_inputs", lambda *_: None)
+    monkeypatch.setattr(Timing, "load", lambda *_: print)
+    files = EngineFiles(onnx=Path("a.onnx"), engine=Path("a.engine"))
+    timing = Timing(backend="openvino", sizes=InputSizes(), threads=1)
+    assert place_groups.is_faster(files, files, timing) is (placed < 1)
+    assert sum(taken) == rounds
+
+
+@pytest.mark.parametrize(("predicted_us", "doubtful"), [(970.0, False), (950.0, True), (900.0, False)])
+def test_what_is_clear_is_not_measured_again(predicted_us: float, doubtful: bool) -> None:
+    costs: Any = SimpleNamespace(low_us=1000.0, slower=dict, time_us=lambda _: predicted_us)
+    assert place_groups._is_doubtful(costs) is doubtful
 
 
 def test_groups_that_are_hardly_slower_stay(
@@ -161,7 +184,7 @@ def test_a_trial_is_built_for_the_chosen_backend(monkeypatch: pytest.MonkeyPatch
 def test_a_speed_that_is_reached_at_the_second_engine(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
 
-    def seconds(self: Timing, paths: dict[str, Path], *_: Any) -> dict[str, list[float]]:
+    def seconds(self: Timing, paths: dict[str, Path], *_: Any, **__: Any) -> dict[str, list[float]]:
         if "placed" in paths:
             return {"placed": [1e-3], "low": [1e-3]}
         taken.append(0)

@@ -58,7 +58,7 @@ def test_a_classifier_is_converted_and_serves(place: Path, monkeypatch: pytest.M
     assert config["quantization"]["sites"]["linear"] == [7, 7]
     scores = read_json(folder / "report.json")["scores"]
     assert [(one["form"], one["metric"], one["samples"]) for one in scores] == [
-        (which, "accuracy", 6) for which in ("float", "proxy", "engine")
+        (which, "accuracy", 6) for which in ("float", "engine")
     ]
     rows = load_examples("audio-folder", path=place / "test")[:4]
     model = load_model(str(place / "ast"), config["task"])

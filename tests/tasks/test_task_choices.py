@@ -122,7 +122,7 @@ def test_a_checkpoint_is_converted_end_to_end(
     assert main(["convert", "-m", source, *words]) == 0
     record = json.loads((tmp_path / "out" / "onnxruntime" / "report.json").read_text())
     assert [(one["form"], one["metric"], one["samples"]) for one in record["scores"]] == [
-        (which, "accuracy", 8) for which in ("float", "proxy", "engine")
+        (which, "accuracy", 8) for which in ("float", "engine")
     ]
     served = load_converted(tmp_path / "out" / "onnxruntime")
     assert served([("the film was", "good"), ("the film was", "a cat")])["logits"].shape == (2, 1)

@@ -166,7 +166,7 @@ def test_clip_is_converted_end_to_end(clip: str, tmp_path: Path, monkeypatch: py
     assert main(["convert", "-m", clip, *words, "-o", str(tmp_path / "out")]) == 0
     record = json.loads((tmp_path / "out" / "onnxruntime" / "report.json").read_text())
     assert [(one["form"], one["metric"], one["samples"]) for one in record["scores"]] == [
-        (which, "accuracy", 6) for which in ("float", "proxy", "engine")
+        (which, "accuracy", 6) for which in ("float", "engine")
     ]
     served = load_converted(tmp_path / "out" / "onnxruntime")
     assert served.config["labels"] == list(CLASSES)
