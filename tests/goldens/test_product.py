@@ -33,7 +33,7 @@ def _renamed_key(text: str) -> str:
 
 
 def _dropped_line(text: str) -> str:
-    return text.replace("[5/14] export\n", "", 1)
+    return text.replace("[5/13] export\n", "", 1)
 
 
 def _missing_file(text: str) -> str:
