@@ -2,7 +2,8 @@
 
 A kernel that does not compile for the GPU is replaced by operations of torch when the engine is loaded, with its reason
 in the plan. From the second call with the same shapes on, an engine replays a CUDA graph. ``GpuEngine.tune`` measures
-the methods of the linear layers for a shape: tiles of the kernel, products of torch, and float16.
+the methods of the linear layers for a shape: tiles of the kernel, products of torch, and float16; and those of
+attentions with padding: tiles of the kernel and PyTorch's ``scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from quantizer.engines.torch_engine.engine import TorchEngine
 from quantizer.engines.torch_engine.gpu_lowering import KERNELS, lower_for_gpu
 from quantizer.engines.torch_engine.gpu_operators import (
     OPERATORS,
+    attention_entry,
+    attention_with,
     drop_float16_weight,
     has_float16_weight,
+    kernel_takes,
     linear_with,
     product_of,
     rows_of,
@@ -97,11 +101,12 @@ class GpuEngine(TorchEngine):
         *,
         seconds: Callable[[Callable[[], object]], float] | None = None,
     ) -> int:
-        """Measure how the linear layers are fastest for inputs of a shape, and compute them so from then on.
+        """Measure how linear layers and attentions are fastest for inputs of a shape; compute them so from then on.
 
         The candidates are the tiles of the kernel, ``torch._int_mm`` or ``torch._scaled_mm`` with a kernel for what
-        follows, and the matrix multiplication in float16, which keeps a second copy of the weight. ``plan`` says which
-        layers are not computed by the kernel.
+        follows, and the matrix multiplication in float16, which keeps a second copy of the weight. Those of an
+        attention with padding are the tiles of its kernel and PyTorch's function; its time depends on the padding in
+        ``inputs``. ``plan`` says which layers are not computed by the kernel.
 
         Args:
             inputs: inputs as in a call of the engine.
@@ -109,7 +114,7 @@ class GpuEngine(TorchEngine):
             seconds: returns the seconds of a call; None: measured on the GPU.
 
         Returns:
-            the number of linear layers that were measured; layers of one size count once.
+            the number of layers that were measured; layers of one size count once.
 
         Raises:
             EngineError: inputs of another type or shape, or a damaged file.
@@ -127,10 +132,10 @@ class GpuEngine(TorchEngine):
 
 
 class _Tuner(fx.Interpreter):
-    """Interpreter that measures the methods of each linear layer that has no entry in the table.
+    """Interpreter that measures the methods of each linear layer or attention that has no entry in the table.
 
     Attributes:
-        count: the linear layers that were measured.
+        count: the layers that were measured.
     """
 
     def __init__(self, module: OperatorGraph, seconds: Callable[[Callable[[], object]], float]) -> None:
@@ -140,17 +145,31 @@ class _Tuner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if is_call(n, OPERATORS["linear_8bit"].triton):
-            a, weight, *operands = self.fetch_args_kwargs_from_env(n)[0]
-            product = product_of(rows_of(a), weight, *operands)
-            if product not in TABLE:
-                had_copy = has_float16_weight(weight)
-                calls = {method: partial(linear_with, method, a, weight, *operands) for method in methods_for(product)}
-                times = TABLE.measure(product, calls, self._seconds)
-                # A copy that an earlier shape uses may be read by another thread.
-                if not had_copy and not (times and TABLE[product].method == FLOAT16):
-                    drop_float16_weight(weight)
-                self.count += 1
+            self._measure_linear(*self.fetch_args_kwargs_from_env(n)[0])
+        elif is_call(n, OPERATORS["padded_attention"].triton):
+            self._measure_attention(*self.fetch_args_kwargs_from_env(n)[0])
         return super().run_node(n)
+
+    def _measure_linear(self, a: Tensor, weight: Tensor, *operands: Any) -> None:
+        product = product_of(rows_of(a), weight, *operands)
+        if product in TABLE:
+            return
+        had_copy = has_float16_weight(weight)
+        calls = {method: partial(linear_with, method, a, weight, *operands) for method in methods_for(product)}
+        times = TABLE.measure(product, calls, self._seconds)
+        # A copy that an earlier shape uses may be read by another thread.
+        if not had_copy and not (times and TABLE[product].method == FLOAT16):
+            drop_float16_weight(weight)
+        self.count += 1
+
+    def _measure_attention(self, *operands: Any) -> None:
+        query, key, value, mask, _, quantized_as, *_ = operands
+        entry = attention_entry(query, key, quantized_as)
+        if entry in TABLE or not kernel_takes(query, key, value, mask):
+            return
+        calls = {method: partial(attention_with, method, *operands) for method in methods_for(entry)}
+        TABLE.measure(entry, calls, self._seconds)
+        self.count += 1
 
 
 _TIMED, _CALLS = 10, 10
