@@ -356,20 +356,21 @@ def test_an_attention_is_computed_by_the_fastest_method(engines: dict[str, Any],
 
 
 def test_padding_does_not_reach_real_tokens(engines: dict[str, Any], table: TileTable) -> None:
-    """Its kernels compute what the references do, also with padding on the left and for a sample of padding."""
-    inputs = batch("bert", seed=3, length=20)
+    """On either side; in a sample of padding alone, SDPA in float16 differs from the model in float32."""
+    engine, inputs = engines["int8"], batch("bert", seed=3, length=20)
     real = torch.stack([torch.arange(20) < 6, torch.arange(20) >= 15, torch.arange(20) < 0])
     inputs["attention_mask"] = real.long()
-    arrays = {name: value.numpy() for name, value in inputs.items()}
-    name = engines["int8"].output_names[0]
-    found = engines["int8"](arrays)[name]
+    found = engine({name: value.numpy() for name, value in inputs.items()})[engine.output_names[0]]
+    assert torch.from_numpy(found).isfinite().all()
+    operands = torch.empty(3, 2, 20, 16).half()
+    table._entries[attention_entry(operands, operands, torch.int8)] = Measured(LIBRARY)
+    expected = engine({name: value.numpy() for name, value in inputs.items()})[engine.output_names[0]]
+    assert _db(expected[:2], found[:2]) > 40
+    table._entries.clear()
     inputs["input_ids"][~real] = 5
-    other = engines["int8"]({name: value.numpy() for name, value in inputs.items()})[name]
-    assert (found[real.numpy()] == other[real.numpy()]).all()
-    table._entries[attention_entry(torch.empty(3, 2, 20, 16).half(), torch.empty(3, 2, 20, 16).half(), torch.int8)] = (
-        Measured(LIBRARY)
-    )
-    assert _db(engines["int8"](arrays)[name], found) > 40
+    other = engine({name: value.numpy() for name, value in inputs.items()})[engine.output_names[0]]
+    assert (other != found).any()
+    assert (other[real.numpy()] == found[real.numpy()]).all()
 
 
 def test_an_attention_that_the_kernel_does_not_take(table: TileTable) -> None:

@@ -149,7 +149,7 @@ def test_a_damaged_file(tmp_path: Path, old: str, new: str, message: str) -> Non
 def test_a_file_with_a_tile_of_a_product_for_an_attention(tmp_path: Path) -> None:
     path = tmp_path / "tiles.json"
     TileTable({ATTENTION: Measured(TILES[0])}).write(path)
-    with pytest.raises(EngineError, match="Tile.* is not a method of this release for Attention"):
+    with pytest.raises(EngineError, match=r"Tile.* is not a method of this release for Attention"):
         TileTable().read(path)
 
 

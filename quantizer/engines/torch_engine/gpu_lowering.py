@@ -258,7 +258,8 @@ def _computed_for_any_query(
         return _new_operand(module, value, target(*args, **kwargs), shapes)
     with module.graph.inserting_before(value):
         result = module.graph.node_copy(value, lambda operand: operands[operand])
-    shapes[result] = tuple(torch.broadcast_shapes(*(shapes[operand] for operand in result.all_input_nodes)))
+    broadcast: Any = torch.broadcast_shapes
+    shapes[result] = tuple(broadcast(*(shapes[operand] for operand in result.all_input_nodes)))
     return result
 
 
@@ -274,7 +275,7 @@ def _counts_from_zero(value: Any) -> bool:
     """Return whether a value is 0, 1, 2, ... along an axis."""
     while is_call(value, aten.unsqueeze.default, aten.expand.default, aten.to.dtype):
         value = value.args[0]
-    return is_call(value, aten.arange.start_step) and value.args[0] == 0 and value.args[2] == 1
+    return is_call(value, aten.arange.start_step) and (value.args[0], value.args[2]) == (0, 1)
 
 
 def _lower_linears(module: OperatorGraph, shapes: Shapes, overload: int) -> dict[str, str]:

@@ -365,9 +365,9 @@ def attention_with(method: Method, *operands: Any) -> Tensor:
 
     if not isinstance(method, AttentionTile):
         return _attention(*operands, quantize=_triton_quantize)
-    *tensors, quantized_as, next_scale, zero_point = operands
-    options = {"quantized_as": quantized_as, "next_scale": next_scale, "zero_point": zero_point}
-    return attention(*tensors, method, **options)
+    query, key, value, mask, scale, quantized_as, next_scale, zero_point = operands
+    options: dict[str, Any] = {"quantized_as": quantized_as, "next_scale": next_scale, "zero_point": zero_point}
+    return attention(query, key, value, mask, scale, method, **options)
 
 
 def _attention_without_data(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
