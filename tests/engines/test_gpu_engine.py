@@ -472,6 +472,42 @@ def test_methods_are_timed_as_replays_of_a_graph_if_there_is_one(
     assert gpu_engine.gpu_seconds(call) == pytest.approx(0.001 if is_captured else 0.002)
 
 
+def test_operations_between_the_kernels_are_compiled_if_that_is_faster(path: Path) -> None:
+    """The kernels are called as before, also for shapes that were not compiled."""
+    engine = engine_on(path, "cpu", triton=False)
+    others = {name: value[:2] for name, value in INPUTS.items()}
+    expected = [engine(inputs) for inputs in (INPUTS, others)]
+    times = iter([2.0, 1.0, 1.0, 2.0])
+    reason = engine.compile(INPUTS, backend="aot_eager", seconds=lambda call: next(times))
+    assert reason == "compiled, a call takes 2000.000 ms, not less than 1000.000 ms without it"
+    assert not engine._compiled
+    assert engine.compile(INPUTS, backend="aot_eager", seconds=lambda call: next(times)) is None
+    calls: list[int] = []
+    ((shape, compiled),) = engine._compiled.items()
+
+    def counted(*inputs: Tensor) -> tuple[Tensor, ...]:
+        calls.append(len(inputs))
+        return compiled(*inputs)
+
+    engine._compiled[shape] = counted
+    for inputs, outputs in zip((INPUTS, others), expected, strict=True):
+        found = engine(inputs)
+        assert all((found[name] == value).all() for name, value in outputs.items())
+    assert calls == [2]
+
+
+def test_an_engine_whose_compilation_fails_runs_without_it(path: Path) -> None:
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no such GPU\nat line 3")
+
+    engine = engine_on(path, "cpu", triton=False)
+    before = _outputs(engine)
+    reason = engine.compile(INPUTS, backend=fail, seconds=lambda call: pytest.fail("measured"))  # type: ignore[arg-type]
+    text = "torch.compile failed: BackendCompilerFailed: backend='fail' raised: NotImplementedError: no such GPU"
+    assert reason == text
+    assert (_outputs(engine) == before).all()
+
+
 def test_a_cpu_has_no_graphs(path: Path) -> None:
     engine = engine_on(path, "cpu", triton=False)
     first = _outputs(engine)

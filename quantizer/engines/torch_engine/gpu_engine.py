@@ -3,7 +3,8 @@
 A kernel that does not compile for the GPU is replaced by operations of torch when the engine is loaded, with its reason
 in the plan. From the second call with the same shapes on, an engine replays a CUDA graph. ``GpuEngine.tune`` measures
 the methods of the linear layers for a shape: tiles of the kernel, products of torch, and float16; and those of
-attentions with padding: tiles of the kernel and PyTorch's ``scaled_dot_product_attention``.
+attentions with padding: tiles of the kernel and PyTorch's ``scaled_dot_product_attention``. ``GpuEngine.compile`` lets
+Inductor fuse the operations between the kernels.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class GpuEngine(TorchEngine):
         self.device = device
         self._module, self._program = module, program(module)
         self._reasons, self._fallbacks = reasons, fallbacks
-        self._graphs = ShapeGraphs(self._program)
+        self._compiled: dict[tuple[torch.Size, ...], Callable[..., tuple[Tensor, ...]]] = {}
+        self._graphs = ShapeGraphs(self.compute)
         if device == "cpu":
             self._graphs.reason = "a CPU has no CUDA graphs"
 
@@ -87,7 +89,7 @@ class GpuEngine(TorchEngine):
 
     def compute(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs for inputs by position, all on the device of the engine, without CUDA graphs."""
-        outputs: tuple[Tensor, ...] = self._program(*inputs)
+        outputs: tuple[Tensor, ...] = self._compiled.get(_shapes(inputs), self._program)(*inputs)
         return outputs
 
     def _on_device(self, *inputs: Tensor) -> list[Tensor]:
@@ -122,13 +124,70 @@ class GpuEngine(TorchEngine):
         if file is not None:
             TABLE.read(Path(file))
         tuner = _Tuner(self._module, seconds or gpu_seconds)
-        tensors = [torch.from_numpy(array.copy()).to(self.device) for array in self._checked(inputs).values()]
         with torch.inference_mode():
-            tuner.run(*tensors)
+            tuner.run(*self._tensors(inputs))
         self._graphs.forget()
         if file is not None:
             TABLE.write(Path(file))
         return tuner.count
+
+    def compile(
+        self,
+        inputs: Any,
+        *,
+        backend: str = "inductor",
+        seconds: Callable[[Callable[[], object]], float] | None = None,
+    ) -> str | None:
+        """Let ``torch.compile`` fuse the operations between the kernels for inputs of a shape, if that is faster.
+
+        It takes from seconds to minutes, and helps models with many such operations, such as rotary embeddings. Kernels
+        and CUDA graphs are used as before. Call ``tune`` first.
+
+        Args:
+            inputs: inputs as in a call of the engine.
+            backend: a backend of ``torch.compile``.
+            seconds: returns the seconds of a call; None: measured on the GPU.
+
+        Returns:
+            why these inputs are computed without it; None: they are computed with it.
+
+        Raises:
+            EngineError: inputs of another type or shape.
+        """
+        tensors = self._tensors(inputs)
+        # The names in its code come from the import, not from the ONNX file.
+        graph = fx.GraphModule(self._module, self._module.graph)
+        compiled = torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
+
+        def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+            # In another mode, torch would compile again.
+            with torch.inference_mode():
+                outputs: tuple[Tensor, ...] = compiled(*arguments)
+            return outputs
+
+        try:
+            run(*tensors)
+            taken, before = (partial(each, *tensors) for each in (run, self._program))
+            times = [(seconds or gpu_seconds)(call) for call in (taken, before)]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - compilers raise errors of many classes
+            # The first line names the backend, the second one its error.
+            lines = " ".join(str(error).strip().splitlines()[:2])
+            return f"torch.compile failed: {type(error).__name__}: {lines}"
+        if times[0] >= times[1]:
+            return f"compiled, a call takes {1000 * times[0]:.3f} ms, not less than {1000 * times[1]:.3f} ms without it"
+        self._compiled[_shapes(tensors)] = run
+        self._graphs.forget()
+        return None
+
+    def _tensors(self, inputs: Any) -> list[Tensor]:
+        """Return the inputs of a call on the device."""
+        return [torch.from_numpy(array.copy()).to(self.device) for array in self._checked(inputs).values()]
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in tensors)
 
 
 class _Tuner(fx.Interpreter):

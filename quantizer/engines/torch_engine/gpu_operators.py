@@ -292,7 +292,7 @@ def _embedding_without_data(
 
 
 def _quantize(x: Tensor, scale: Tensor, zero_point: int, dtype: torch.dtype) -> Tensor:
-    return reference.quantized(x.float(), scale, dtype, zero_point)
+    return reference.quantized(x.contiguous().float(), scale, dtype, zero_point)
 
 
 def _triton_quantize(x: Tensor, scale: Tensor, zero_point: int, dtype: torch.dtype) -> Tensor:

@@ -79,7 +79,12 @@ For an attention, PyTorch's ``scaled_dot_product_attention``.
 """
 
 FLOAT16: Final = "float16"
-"""The matrix multiplication in float16, with a second copy of the weight, and the same epilogue."""
+"""The matrix multiplication in float16, with a second copy of the weight, and the same epilogue.
+
+It reads the quantized activation, although floats would be more accurate and need no conversion: methods depend on the
+number of rows of a call, but the types that kernels write are fixed in the graph. Another graph for each combination of
+methods would be needed, and its results would no longer be those of the frozen proxy.
+"""
 
 Method = Tile | AttentionTile | Literal["library", "float16"]
 """How a product or an attention is computed: a tile of the kernel, ``LIBRARY`` or ``FLOAT16``."""
