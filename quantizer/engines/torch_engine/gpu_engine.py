@@ -89,8 +89,8 @@ class GpuEngine(TorchEngine):
 
     def compute(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs for inputs by position, all on the device of the engine, without CUDA graphs."""
-        outputs: tuple[Tensor, ...] = self._compiled.get(_shapes(inputs), self._program)(*inputs)
-        return outputs
+        run: Callable[..., tuple[Tensor, ...]] = self._compiled.get(_shapes(inputs), self._program)
+        return run(*inputs)
 
     def _on_device(self, *inputs: Tensor) -> list[Tensor]:
         outputs = self._graphs(*(tensor.to(self.device) for tensor in inputs))
