@@ -50,7 +50,7 @@ SIZES = {
 SHAPES = ((1, 128, 0.0), (8, 128, 0.0), (32, 128, 0.0), (32, 512, 0.0), (16, 512, 0.5))
 """Samples, tokens of each, and the part of the tokens that is padding."""
 MASK = (
-    "The mask excludes the last token of each sample. Where a part of the tokens is padding, the lengths of the samples "
+    "The mask excludes the last token of each sample. Where a part of the tokens is padding, lengths of samples "
     "are spread evenly; our kernels skip it, also in the row of float16 with our attention."
 )
 _SIDE = 8192
