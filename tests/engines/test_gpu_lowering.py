@@ -20,6 +20,7 @@ from helpers import batch, tiny
 from torch import Tensor, fx, nn
 
 from quantizer import Quantizer
+from quantizer.engines.torch_engine import gpu_lowering
 from quantizer.engines.torch_engine.gpu_lowering import (
     ATTENTIONS,
     KERNELS,
@@ -193,7 +194,7 @@ def _masked(seed: int) -> dict[str, Tensor]:
     return {"x": _rows(7 * 32, seed)[:3].reshape(3, 7, 32), "real": (torch.arange(7) < lengths[:, None]).long()}
 
 
-def test_attentions_whose_mask_is_the_same_for_all_queries(tmp_path: Path) -> None:
+def test_attentions_whose_mask_is_the_same_for_all_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of older transformers, expanded ones and those of today; not causal ones, others of queries, and none."""
     torch.manual_seed(0)
     file = exported(tmp_path, Masked().eval(), _masked)
@@ -212,6 +213,8 @@ def test_attentions_whose_mask_is_the_same_for_all_queries(tmp_path: Path) -> No
     masks = [node.args[3] for node in imported.module.graph.nodes if is_call(node, *ATTENTIONS)]
     assert {tuple(shapes[mask.name]) for mask in masks} == {(3, 1, 1, 7)}
     assert _db(found_output, file.expected) > 55
+    monkeypatch.setattr(gpu_lowering, "WIDEST_HEAD", 15)
+    assert "padded_attention" not in str(file.lowered()[1])
 
 
 TENSORRT: dict[str, tuple[str, dict[str, Any]]] = {

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from quantizer.engines.base import InputSizes
-from quantizer.engines.torch_engine.gpu_operators import OPERATORS
+from quantizer.engines.torch_engine.gpu_operators import OPERATORS, WIDEST_HEAD
 from quantizer.engines.torch_engine.lowering import (
     aten,
     bias_of,
@@ -167,7 +167,7 @@ def _lower_attentions(module: OperatorGraph, shapes: Shapes, dtype: torch.dtype,
     masks: dict[fx.Node, fx.Node | None] = {}
     for node in list(module.graph.nodes):
         mask = node.kwargs.get("attn_mask") if is_call(node, aten.scaled_dot_product_attention.default) else None
-        if not isinstance(mask, fx.Node) or any(len(shapes.get(value, ())) != 4 for value in (*node.args, mask)):
+        if not isinstance(mask, fx.Node) or not _fits_kernel(*(shapes.get(value, ()) for value in (*node.args, mask))):
             continue
         of_any_query = _of_any_query(module, mask, shapes, masks)
         if of_any_query is None or len(shapes[of_any_query]) != 4:
@@ -179,6 +179,12 @@ def _lower_attentions(module: OperatorGraph, shapes: Shapes, dtype: torch.dtype,
             continue
         _lower_attention(module, node, of_any_query, shapes, dtype, overload)
     module.graph.eliminate_dead_code()
+
+
+def _fits_kernel(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], mask: tuple[int, ...]) -> bool:
+    """Return whether the kernel computes an attention of operands with these shapes."""
+    is_plain = len(query) == len(mask) == 4 and key == value and query[:2] == key[:2]
+    return is_plain and query[3] == key[3] <= WIDEST_HEAD
 
 
 def _lower_attention(

@@ -326,7 +326,7 @@ def _attention(
     return y.transpose(1, 2)
 
 
-_WIDEST_HEAD = 128
+WIDEST_HEAD = 128
 """The values of a head for which the kernel does not spill registers."""
 
 
@@ -334,7 +334,7 @@ def kernel_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> boo
     """Return whether the kernel computes an attention; SDPA computes others, such as those with a causal mask."""
     is_plain = query.dim() == mask.dim() == 4 and key.shape == value.shape and mask.shape[2] == 1
     is_plain &= query.dtype in (torch.float16, torch.bfloat16) and mask.dtype.is_floating_point and mask.shape[3] > 0
-    return is_plain and query.shape[:2] == key.shape[:2] and query.shape[3] == key.shape[3] <= _WIDEST_HEAD
+    return is_plain and query.shape[:2] == key.shape[:2] and query.shape[3] == key.shape[3] <= WIDEST_HEAD
 
 
 def attention_entry(query: Tensor, key: Tensor, quantized_as: torch.dtype | None) -> Attention:
