@@ -32,6 +32,7 @@ from quantizer.engines.torch_engine.gpu_lowering import (
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.engines.torch_engine.kernel_plan import KernelPlan, kernel_plan
 from quantizer.engines.torch_engine.lowering import fuse_attention, is_call, quantize
+from quantizer.export.onnx_import.graph_builder import OperatorGraph
 from quantizer.export.onnx_import.importer import Imported, import_onnx
 from quantizer.tasks.metrics import sqnr_db
 
@@ -329,6 +330,22 @@ def test_no_value_is_written_in_16_bits_for_quantizers_alone(files: Callable[[st
         if not is_call(node, *QUANTIZERS):
             for result in [node] if is_call(node, *LINEARS) else node.users:
                 assert not all(is_call(reader, *QUANTIZERS) for reader in result.users), node
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "least", "is_true"), [(0, 1, 0, True), (0, 1, -2, True), (0, 1, 1, False), (-3, 1, 0, False)]
+)
+def test_a_condition_of_queries_that_is_always_true(start: int, step: int, least: int, is_true: bool) -> None:
+    aten, graph = torch.ops.aten, fx.Graph()
+    x = graph.placeholder("x")
+    length = graph.call_function(aten.sym_size.int, (x, 0))
+    column = graph.call_function(
+        aten.unsqueeze.default, (graph.call_function(aten.arange.start_step, (start, length, step)), 1)
+    )
+    condition = graph.call_function(aten.ge.Tensor, (column, least))
+    module = OperatorGraph(graph, {})
+    found = gpu_lowering._of_any_query(module, condition, {condition: (5, 1, 7, 1)}, {})
+    assert (found is not None) == is_true
 
 
 def test_a_mask_that_excludes_nothing_is_dropped(files: Callable[[str], Exported]) -> None:
