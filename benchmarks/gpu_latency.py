@@ -1,6 +1,6 @@
 """The torch engine's kernels on a GPU beside half precision: models of BERT-base's and BERT-large's size.
 
-    python benchmarks/gpu_latency.py [--rounds N] [--models NAME ...] [--shapes ROWSxLENGTH ...]
+    python benchmarks/gpu_latency.py [--rounds N] [--models NAME ...] [--shapes ROWSxLENGTH[:PADDING] ...]
 
 It writes its own section of results/gpu.md, after each row, so that an interrupted run leaves what was measured.
 Without a GPU it writes the section on kernels that read and write 8 bits: what they are for a layer of BERT, how close
@@ -20,6 +20,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -28,11 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertModel
+from transformers import AttentionInterface, AttentionMaskInterface, BertConfig, BertModel
+from transformers.masking_utils import eager_mask
 
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, load_engine
 from quantizer.engines.torch_engine.gpu_engine import GpuEngine, engine_on, load_on_gpu
+from quantizer.engines.torch_engine.gpu_operators import OPERATORS
 from quantizer.engines.torch_engine.kernel_plan import KernelPlan
 from quantizer.errors import QuantizerError
 from quantizer.tasks.metrics import sqnr_db
@@ -44,12 +47,17 @@ SIZES = {
     "BERT-base": {},
     "BERT-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-SHAPES = ((1, 128), (8, 128), (32, 128), (32, 512))
+SHAPES = ((1, 128, 0.0), (8, 128, 0.0), (32, 128, 0.0), (32, 512, 0.0), (16, 512, 0.5))
+"""Samples, tokens of each, and the part of the tokens that is padding."""
+MASK = (
+    "The mask excludes the last token of each sample. Where a part of the tokens is padding, lengths of samples "
+    "are spread evenly; our kernels skip it, also in the row of float16 with our attention."
+)
 _SIDE = 8192
 _TENSORRT = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 """The modules of the backends."""
 Batch = dict[str, torch.Tensor]
-Shape = tuple[int, int]
+Shape = tuple[int, int, float]
 Run = Callable[[Batch], Any]
 
 
@@ -71,17 +79,32 @@ def why_not() -> str | None:
     return None if (major, minor) >= (8, 0) else f"the GPU is sm_{major}{minor}, and bfloat16 needs sm_80 or later"
 
 
-def batch(rows: int, length: int) -> Batch:
-    """Random tokens, the last of each row masked: a mask of nothing is left out by transformers, but in a capture."""
+def batch(rows: int, length: int, padding: float = 0.0) -> Batch:
+    """Random tokens, the last of each row masked: a mask of nothing is left out by transformers, but in a capture.
+
+    A part ``padding`` of all tokens is masked at the ends of the rows, whose lengths differ.
+    """
     ids = torch.randint(0, 30_000, (rows, length), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[:, -1] = 0
+    lengths = length * (1 - padding * 2 * (torch.arange(rows) + 0.5) / rows)
+    mask = (torch.arange(length) < lengths.clamp(1, length - 1)[:, None]).long()
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def in_torch(model: torch.nn.Module, _: Path, *, dtype: torch.dtype, compiles: bool) -> Run:
+def _without_padding(_: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **__: Any) -> Any:
+    """Our attention as one of transformers; its mask is the same for all queries."""
+    call = OPERATORS["padded_attention"].triton
+    return call(query, key, value, mask[:, :, :1], scaling, None, None, 0).transpose(1, 2), None
+
+
+AttentionInterface.register("without_padding", _without_padding)
+AttentionMaskInterface.register("without_padding", eager_mask)
+
+
+def in_torch(model: torch.nn.Module, _: Path, *, dtype: torch.dtype, compiles: bool, attention: str = "sdpa") -> Run:
     """The float model in half precision."""
-    module = BertModel(model.config)
+    config = deepcopy(model.config)
+    config._attn_implementation = attention
+    module = BertModel(config)
     module.load_state_dict(model.state_dict())
     module = module.to("cuda", dtype).eval()
     return partial(_called, _compiled(module) if compiles else module)
@@ -180,6 +203,8 @@ def contestants() -> Iterator[Contestant]:
     for dtype, compiles in ((torch.float16, False), (torch.float16, True), (torch.bfloat16, True)):
         name = f"{str(dtype).removeprefix('torch.')}{', torch.compile' if compiles else ''}"
         yield Contestant(name, "float16", partial(in_torch, dtype=dtype, compiles=compiles))
+    ours = partial(in_torch, dtype=torch.float16, compiles=True, attention="without_padding")
+    yield Contestant("float16, our attention, torch.compile", "float16", ours)
     formats = ["int8"] + (["fp8"] if torch.cuda.get_device_capability() >= (8, 9) else [])
     for dtype in formats:
         for triton in (False, True):
@@ -237,12 +262,13 @@ def section(models: list[str], shapes: list[Shape], rounds: int) -> Iterator[str
     fastest = rates()
     yield f"{date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, {rounds} interleaved rounds.\n"
     told = ", ".join(f"{name} {2 * rate / 1e12:.0f}" for name, rate in fastest.items())
+    yield f"{MASK}\n"
     yield f"Measured rates of one matrix multiplication of {_SIDE} x {_SIDE}, in TFLOPS or TOPS: {told}.\n"
     for title in models:
         torch.manual_seed(0)
         model = BertModel(BertConfig(**SIZES[title])).eval()
         yield f"### {title}\n"
-        yield "| milliseconds (to float16; share of the rate) | " + " | ".join(f"{b} x {s}" for b, s in shapes) + " |"
+        yield "| milliseconds (to float16; share of the rate) | " + " | ".join(map(_words, shapes)) + " |"
         yield "|---" * (1 + len(shapes)) + "|"
         with tempfile.TemporaryDirectory() as folder:
             yield from _rows(model, Path(folder), shapes, rounds, fastest)
@@ -281,7 +307,7 @@ def _cell(
     taken = milliseconds({"reference": captured(reference, given), "this": call}, rounds)
     ratio = statistics.median(a / b for a, b in zip(taken["reference"], taken["this"], strict=True))
     time = statistics.median(taken["this"])
-    share = multiply_adds(model, *shape) / (time / 1000) / rate
+    share = multiply_adds(model, *shape[:2]) / (time / 1000) / rate
     return f"{time:.2f} ({ratio:.2f}; {share:.0%})"
 
 
@@ -307,15 +333,21 @@ def write_section(text: str, heading: str = HEADING) -> None:
 
 
 def _shape(text: str) -> Shape:
-    rows, length = text.split("x")
-    return int(rows), int(length)
+    sizes, _, padding = text.partition(":")
+    rows, length = sizes.split("x")
+    return int(rows), int(length), float(padding or 0)
+
+
+def _words(shape: Shape) -> str:
+    rows, length, padding = shape
+    return f"{rows} x {length}" + (f", {padding:.0%} padding" if padding else "")
 
 
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--rounds", type=int, default=30)
     asked.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
-    asked.add_argument("--shapes", nargs="+", type=_shape, default=list(SHAPES), metavar="ROWSxLENGTH")
+    asked.add_argument("--shapes", nargs="+", type=_shape, default=list(SHAPES), metavar="ROWSxLENGTH[:PADDING]")
     given = asked.parse_args()
     reason = why_not()
     if reason is None:

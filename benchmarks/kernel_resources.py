@@ -4,7 +4,8 @@
 
 Registers, spilled bytes and shared memory are what ``ptxas`` prints for each tile. A kernel that spills is too large.
 The least time of a product on an H100 SXM is the larger of its multiply-adds at 1,979 TOPS, the rate of INT8 and FP8 in
-its data sheet, and of its bytes at 3.35 TB/s: operands once, and the result once, in 8 or in 16 bits.
+its data sheet, and of its bytes at 3.35 TB/s: operands once, and the result once, in 8 or in 16 bits. An attention
+multiplies in float16 at 989 TFLOPS, and reads the keys and values that are no padding.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from typing import Any
 
 from common import heading
 
-from quantizer.numerics.triton_kernels import norms, products
-from quantizer.numerics.triton_kernels.tiles import TILES
+from quantizer.numerics.triton_kernels import attention, norms, products
+from quantizer.numerics.triton_kernels.tiles import ATTENTION_TILES, TILES
 
 TARGETS = (("int8", 80), ("int8", 89), ("fp8", 89), ("int8", 90), ("fp8", 90))
 TYPES = {"int8": "*i8", "fp8": "*fp8e4nv", "float": "*fp16"}
 PRODUCTS = ((128, 768, 768), (1024, 768, 3072), (4096, 768, 3072), (4096, 3072, 768), (16384, 4096, 1024))
 """Tokens, K and N."""
-OPERATIONS, BYTES = 1979e12, 3.35e12
+ATTENTIONS = ((1, 128, 12, 64), (8, 128, 12, 64), (32, 128, 12, 64), (32, 512, 12, 64), (32, 512, 16, 64))
+"""Samples, tokens, heads and the width of a head."""
+OPERATIONS, FLOAT16_OPERATIONS, BYTES = 1979e12, 989e12, 3.35e12
 
 
 def _compiled(kernel: Any, types: dict[str, str], options: dict[str, Any], capability: int, **launch: int) -> str:
@@ -110,6 +113,40 @@ def _norms() -> None:
             print(f"| {width} | {kind} | {capability} | {cells} |", flush=True)
 
 
+def _attentions() -> None:
+    print(
+        "\n| tile (queries x keys, warps, stages), width of a head | result | capability | registers | spilled bytes "
+        "| shared memory, KiB | instruction |\n|---|---|---|---|---|---|---|"
+    )
+    pointers = ("q_ptr", "k_ptr", "v_ptr", "m_ptr")
+    for width in (64, 80, 128):
+        for tile in ATTENTION_TILES:
+            for kind, capability in (*TARGETS, ("float", 90)):
+                types = dict.fromkeys(pointers, "*fp16") | {"y_ptr": TYPES[kind], "next_ptr": "*fp32"}
+                types |= dict.fromkeys(("scale", "lowest", "zero_point"), "fp32")
+                options = {"D": width, "KIND": kind, "BY_COLUMN": False, "BLOCK_Q": tile.queries}
+                options |= {"BLOCK_K": tile.keys, "BLOCK_D": 1 << (width - 1).bit_length()}
+                launch = {"num_warps": tile.warps, "num_stages": tile.stages}
+                cells = _compiled(attention.attention_kernel, types, options, capability, **launch)
+                words = f"{tile.queries} x {tile.keys}, {tile.warps}, {tile.stages}; {width}"
+                result = "float16" if kind == "float" else kind
+                print(f"| {words} | {result} | {capability} | {cells} |", flush=True)
+
+
+def _attention_limits() -> None:
+    print(
+        "\n| samples, tokens, heads, width | real tokens | multiply-adds, 10^9 | MB read and written, 8-bit result "
+        "| least time, us | limit |\n|---|---|---|---|---|---|"
+    )
+    for samples, tokens, heads, width in ATTENTIONS:
+        for share in (1.0, 0.5):
+            adds = 2 * samples * heads * tokens * tokens * share * width
+            moved = samples * heads * tokens * width * (2 + 4 * share + 1)
+            time, limit = max((2 * adds / FLOAT16_OPERATIONS, "products"), (moved / BYTES, "memory"))
+            words = f"{samples}, {tokens}, {heads}, {width} | {share:.0%}"
+            print(f"| {words} | {adds / 1e9:.1f} | {moved / 1e6:.1f} | {1e6 * time:.1f} | {limit} |")
+
+
 def _limits() -> None:
     print(
         "\n| tokens, K, N | multiply-adds, 10^9 | MB read and written, 8-bit result | least time, us | limit "
@@ -132,4 +169,6 @@ if __name__ == "__main__":
     _products()
     _epilogues()
     _norms()
+    _attentions()
     _limits()
+    _attention_limits()

@@ -23,10 +23,19 @@ from quantizer.engines import load_engine
 from quantizer.engines.torch_engine import gpu_engine, gpu_operators
 from quantizer.engines.torch_engine.gpu_engine import PRECISIONS, create_on, engine_on
 from quantizer.engines.torch_engine.gpu_lowering import lower_for_gpu
+from quantizer.engines.torch_engine.gpu_operators import attention_entry, linear_with
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.errors import EngineError, MissingDependencyError
 from quantizer.export.onnx_import.importer import import_onnx
-from quantizer.numerics.triton_kernels.tiles import FLOAT16, LIBRARY, Measured, Method, Tile, TileTable, first_tile
+from quantizer.numerics.triton_kernels.tiles import (
+    FLOAT16,
+    LIBRARY,
+    Measured,
+    Method,
+    TileTable,
+    first_attention_tile,
+    first_tile,
+)
 from quantizer.tasks.metrics import sqnr_db
 from quantizer.utils import lazy
 
@@ -247,17 +256,26 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileTable]:
 
 
 class Clock:
-    """Seconds of candidates: 1 for the fastest, 1.5 for tiles, 2 for others. Keeps the results by candidate."""
+    """Seconds of candidates: 1 for the fastest, 1.5 for tiles, 2 for others. Keeps the results by candidate.
+
+    Attributes:
+        results: those of linear layers.
+        attentions: those of attentions.
+    """
 
     def __init__(self, fastest: Method) -> None:
         self.fastest = fastest
         self.results: dict[Method, list[Tensor]] = defaultdict(list)
+        self.attentions: dict[Method, list[Tensor]] = defaultdict(list)
 
     def __call__(self, call: Any) -> float:
         """Run a candidate, and return its seconds."""
         method = call.args[0]
-        self.results[method].append(call())
-        return 1.0 if method == self.fastest else 1.5 if isinstance(method, Tile) else 2.0
+        if call.func is linear_with:
+            self.results[method].append(call())
+        else:
+            self.attentions[method].append(call())
+        return 1.0 if method == self.fastest else 2.0 if isinstance(method, str) else 1.5
 
 
 INPUTS = {name: value.numpy() for name, value in batch("bert", seed=9).items()}
@@ -270,9 +288,9 @@ def test_methods_are_measured_once_and_kept(
 ) -> None:
     engine, clock = engines[kind], Clock(fastest)
     before = _outputs(engine).astype("float32")
-    # 24 tokens and 3 rows of the pooler; q, k and v, attention's output, up, down.
-    assert engine.tune(INPUTS, tmp_path / "tiles.json", seconds=clock) == 5
-    assert {product.rows for product in table} == {16, 32}
+    # 24 tokens and 3 rows of the pooler; q, k and v, attention, its output, up, down.
+    assert engine.tune(INPUTS, tmp_path / "tiles.json", seconds=clock) == 6
+    assert {product.rows for product in table.products} == {16, 32}
     # torch._int_mm takes more than 16 rows.
     tile, library = clock.results[first_tile(1)], clock.results[LIBRARY]
     assert len(library) == (4 if kind == "int8" else 5)
@@ -280,7 +298,7 @@ def test_methods_are_measured_once_and_kept(
         # Sums of INT8 are exact; those of FP8 differ by their order.
         assert torch.equal(mine, theirs) if kind == "int8" else _db(theirs, mine) > 30
     assert all(_db(theirs, mine) > 30 for mine, theirs in zip(clock.results[FLOAT16], tile, strict=True))
-    methods = [table[product].method for product in sorted(table)]
+    methods = [table[product].method for product in table.products]
     assert methods[1:] == [fastest] * 4
     assert methods[0] == (first_tile(1) if fastest == LIBRARY and kind == "int8" else fastest)
     assert _db(before, _outputs(engine).astype("float32")) > 35
@@ -300,7 +318,7 @@ def test_a_plan_says_which_layers_are_not_computed_by_the_kernel(
     engine = engine_on(path, "cpu", triton=True)
     assert not any(kernel.measured for kernel in engine.plan.kernels)
     # Both layers are alike.
-    assert engine.tune(INPUTS, seconds=Clock(FLOAT16)) == 5
+    assert engine.tune(INPUTS, seconds=Clock(FLOAT16)) == 6
     (up,) = engine.plan.of("encoder.layer.1.intermediate")
     assert up.measured == ("float16: 1.50 times as fast as 8 bits at 17 to 32 tokens",)
     *_, pooler = engine.plan.of("pooler")
@@ -314,10 +332,64 @@ def test_a_plan_says_which_layers_are_not_computed_by_the_kernel(
     assert other.plan.of("encoder.layer.0.intermediate")[0].measured == (text,)
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_an_attention_is_computed_by_the_fastest_method(engines: dict[str, Any], table: TileTable, kind: str) -> None:
+    engine, clock = engines[kind], Clock(LIBRARY)
+    (attention,) = engine.plan.of("encoder.layer.0.attention.self")[1:]
+    assert (attention.kernel, attention.measured) == ("padded_attention", ())
+    before = _outputs(engine)
+    engine.tune(INPUTS, seconds=clock)
+    (entry,) = table.attentions
+    assert (entry.heads, entry.width, entry.samples, entry.queries, entry.keys) == (2, 16, 4, 16, 16)
+    assert (entry.operands, entry.result) == ("float16", "int8" if kind == "int8" else "float8_e4m3fn")
+    (mine,), (theirs,) = clock.attentions.values()
+    assert mine.dtype is theirs.dtype is (torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    assert mine.stride() == theirs.stride()
+    assert _db(theirs, mine) > 40
+    text = "scaled_dot_product_attention: 1.50 times as fast as the kernel at 3 to 4 samples of 1 to 16 queries and "
+    assert engine.plan.of("encoder.layer.0.attention.self")[1].measured == (f"{text}1 to 16 keys",)
+    assert _db(before, _outputs(engine)) > 35
+    table._entries.clear()
+    engine.tune(INPUTS, seconds=Clock(first_attention_tile(8)))
+    assert table[entry] == Measured(first_attention_tile(8))
+    assert not engine.plan.of("encoder.layer.0.attention.self")[1].measured
+
+
+def test_padding_does_not_reach_real_tokens(engines: dict[str, Any], table: TileTable) -> None:
+    """On either side; in a sample of padding alone, SDPA in float16 differs from the model in float32."""
+    engine, inputs = engines["int8"], batch("bert", seed=3, length=20)
+    real = torch.stack([torch.arange(20) < 6, torch.arange(20) >= 15, torch.arange(20) < 0])
+    inputs["attention_mask"] = real.long()
+    found = engine({name: value.numpy() for name, value in inputs.items()})[engine.output_names[0]]
+    assert torch.from_numpy(found).isfinite().all()
+    operands = torch.empty(3, 2, 20, 16).half()
+    table._entries[attention_entry(operands, operands, torch.int8)] = Measured(LIBRARY)
+    expected = engine({name: value.numpy() for name, value in inputs.items()})[engine.output_names[0]]
+    assert _db(expected[:2], found[:2]) > 40
+    table._entries.clear()
+    inputs["input_ids"][~real] = 5
+    other = engine({name: value.numpy() for name, value in inputs.items()})[engine.output_names[0]]
+    assert (other != found).any()
+    assert (other[real.numpy()] == found[real.numpy()]).all()
+
+
+def test_an_attention_that_the_kernel_does_not_take(table: TileTable) -> None:
+    """Wide heads and masks of queries, which SDPA computes."""
+    generator = torch.Generator().manual_seed(0)
+    compute = gpu_operators.OPERATORS["padded_attention"]
+    for width, queries in ((144, 1), (16, 5)):
+        q, k, v = (torch.randn(2, 3, 5, width, generator=generator).half() for _ in range(3))
+        mask = torch.randn(2, 1, queries, 5, generator=generator).half()
+        for options in ((None, None, 0), (torch.int8, torch.rand(3 * width, generator=generator) / 20, 3)):
+            found, expected = (call(q, k, v, mask, 0.2, *options) for call in (compute.triton, compute.reference))
+            assert torch.equal(found, expected)
+            assert found.stride() == expected.stride()
+
+
 def test_a_plan_joins_neighbouring_numbers_of_tokens(engines: dict[str, Any], table: TileTable) -> None:
     engine = engines["int8"]
     engine.tune(INPUTS, seconds=Clock(FLOAT16))
-    (product,) = (each for each in table if each.epilogue.startswith("gelu"))
+    (product,) = (each for each in table.products if each.epilogue.startswith("gelu"))
     methods = {16: (FLOAT16, 1.5), 32: (FLOAT16, 1.25), 128: (FLOAT16, 1.2), 256: (LIBRARY, None)}
     table._entries |= {replace(product, rows=rows): Measured(*measured) for rows, measured in methods.items()}
     assert engine.plan.of("encoder.layer.0.intermediate")[0].measured == (
@@ -398,6 +470,43 @@ def test_methods_are_timed_as_replays_of_a_graph_if_there_is_one(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert gpu_engine.gpu_seconds(call) == pytest.approx(0.001 if is_captured else 0.002)
+
+
+def test_operations_between_the_kernels_are_compiled_if_that_is_faster(path: Path) -> None:
+    """The kernels are called as before, also for shapes that were not compiled."""
+    engine = engine_on(path, "cpu", triton=False)
+    others = {name: value[:2] for name, value in INPUTS.items()}
+    expected = [engine(inputs) for inputs in (INPUTS, others)]
+    times = iter([2.0, 1.0, 1.0, 2.0])
+    reason = engine.compile(INPUTS, backend="aot_eager", seconds=lambda call: next(times))
+    assert reason == "compiled, a call takes 2000.000 ms, not less than 1000.000 ms without it"
+    assert not engine._compiled
+    assert engine.compile(INPUTS, backend="aot_eager", seconds=lambda call: next(times)) is None
+    calls: list[int] = []
+    ((shape, compiled),) = engine._compiled.items()
+
+    def counted(*inputs: Tensor) -> tuple[Tensor, ...]:
+        calls.append(len(inputs))
+        return compiled(*inputs)
+
+    engine._compiled[shape] = counted
+    for inputs, outputs in zip((INPUTS, others), expected, strict=True):
+        found = engine(inputs)
+        assert all((found[name] == value).all() for name, value in outputs.items())
+    assert calls == [2]
+
+
+def test_an_engine_whose_compilation_fails_runs_without_it(path: Path) -> None:
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no such GPU\nat line 3")
+
+    engine = engine_on(path, "cpu", triton=False)
+    before = _outputs(engine)
+    backend: Any = fail
+    reason = engine.compile(INPUTS, backend=backend, seconds=lambda call: pytest.fail("measured"))
+    text = "torch.compile failed: BackendCompilerFailed: backend='fail' raised: NotImplementedError: no such GPU"
+    assert reason == text
+    assert (_outputs(engine) == before).all()
 
 
 def test_a_cpu_has_no_graphs(path: Path) -> None:

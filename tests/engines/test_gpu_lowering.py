@@ -20,10 +20,19 @@ from helpers import batch, tiny
 from torch import Tensor, fx, nn
 
 from quantizer import Quantizer
-from quantizer.engines.torch_engine.gpu_lowering import KERNELS, LINEARS, QUANTIZERS, lower_for_gpu, sign_activations
+from quantizer.engines.torch_engine import gpu_lowering
+from quantizer.engines.torch_engine.gpu_lowering import (
+    ATTENTIONS,
+    KERNELS,
+    LINEARS,
+    QUANTIZERS,
+    lower_for_gpu,
+    sign_activations,
+)
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.engines.torch_engine.kernel_plan import KernelPlan, kernel_plan
 from quantizer.engines.torch_engine.lowering import fuse_attention, is_call, quantize
+from quantizer.export.onnx_import.graph_builder import OperatorGraph
 from quantizer.export.onnx_import.importer import Imported, import_onnx
 from quantizer.tasks.metrics import sqnr_db
 
@@ -154,6 +163,61 @@ def test_masks_of_padding_and_of_a_whole_row_in_float16(files: Callable[[str], E
     assert _db(found, expected) > 40
 
 
+class Masked(nn.Module):
+    """Attentions [B, L, 32] that differ in the mask which they make of real tokens [B, L]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 96) for _ in range(6))
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        length, lowest = x.shape[1], torch.finfo(torch.float32).min
+        keys, at = real[:, None, None, :], torch.arange(x.shape[1])
+        causal = at[None, :] <= at[:, None]
+        masks = [
+            (1.0 - keys.float()) * -10000.0,
+            (1.0 - keys.expand(-1, 1, length, -1).float()) * lowest,
+            torch.where((keys > 0) & (at[:, None] >= 0)[None, None], 0.0, lowest),
+            torch.where((keys > 0) & causal[None, None], 0.0, lowest),
+            torch.where((keys > 0) & (at[:, None] >= 1)[None, None], 0.0, -1.0),
+            None,
+        ]
+        for layer, mask in zip(self.layers, masks, strict=True):
+            q, k, v = (part.unflatten(2, (2, 16)).transpose(1, 2) for part in layer(x).chunk(3, -1))
+            scores = q @ k.transpose(2, 3) * 0.25
+            y = (scores if mask is None else scores + mask).softmax(-1) @ v
+            x = y.transpose(1, 2).flatten(2)
+        return x
+
+
+def _masked(seed: int) -> dict[str, Tensor]:
+    lengths = torch.tensor([7, 3, 5])
+    return {"x": _rows(7 * 32, seed)[:3].reshape(3, 7, 32), "real": (torch.arange(7) < lengths[:, None]).long()}
+
+
+def test_attentions_whose_mask_is_the_same_for_all_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of older transformers, expanded ones and those of today; not causal ones, others of queries, and none."""
+    torch.manual_seed(0)
+    file = exported(tmp_path, Masked().eval(), _masked)
+    imported, plan = file.lowered(torch.float32)
+    found = [kernel.kernel for kernel in plan.kernels if "attention" in kernel.kernel]
+    assert found == ["padded_attention"] * 3 + ["attention"] * 3
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            shapes[n.name] = getattr(result, "shape", ())
+            return result
+
+    found_output = Recorder(imported.module).run(*file.arguments(imported))[0]
+    masks = [node.args[3] for node in imported.module.graph.nodes if is_call(node, *ATTENTIONS)]
+    assert {tuple(shapes[mask.name]) for mask in masks} == {(3, 1, 1, 7)}
+    assert _db(found_output, file.expected) > 55
+    monkeypatch.setattr(gpu_lowering, "WIDEST_HEAD", 15)
+    assert "padded_attention" not in str(file.lowered()[1])
+
+
 TENSORRT: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("bert", {"dtype": "fp8", "sites": {"matmul": False}}),
     "fp8 images": ("vit", {"dtype": "fp8", "sites": {"matmul": False}}),
@@ -191,8 +255,10 @@ def _integers(imported: Imported, inputs: list[Tensor]) -> list[np.ndarray]:
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
-            if n.op == "call_function" and isinstance(result, Tensor) and result.dtype is torch.int8:
-                found.append(result.numpy())
+            is_moved = is_call(n, torch.ops.aten.permute.default, torch.ops.aten.reshape.default)
+            if n.op == "call_function" and isinstance(result, Tensor) and result.dtype is torch.int8 and not is_moved:
+                integers = result.transpose(1, 2).flatten(2) if is_call(n, *ATTENTIONS) else result
+                found.append(integers.numpy())
             return result
 
     with torch.no_grad():
@@ -222,8 +288,7 @@ def test_the_kernels_of_a_layer_of_bert(files: Callable[[str], Exported]) -> Non
         found = [(kernel.kernel, *kernel.fused) for kernel in plan.of(layer)]
         assert found == [
             ("linear_8bit",),
-            ("attention",),
-            ("quantize_8bit",),
+            ("padded_attention",),
             ("linear_8bit", "residual add"),
             ("norm_8bit",),
             ("linear_8bit", "gelu"),
@@ -233,6 +298,10 @@ def test_the_kernels_of_a_layer_of_bert(files: Callable[[str], Exported]) -> Non
         (query, *_), (up,) = plan.of(f"{layer}.attention.self.query"), plan.of(f"{layer}.intermediate")
         assert [site.rpartition(".")[2] for site in query.sites] == ["query", "key", "value"]
         assert [result.bits for result in up.writes] == [8]
+        attention = plan.of(f"{layer}.attention.self")[1]
+        assert attention.reads == f"16 bits of {', '.join(query.sites)}"
+        assert [result.bits for result in attention.writes] == [8]
+        assert attention.writes[0].readers == (f"{layer}.attention.output.dense",)
     assert [kernel.kernel for kernel in plan.of("embeddings")] == ["embedding_norm_8bit"]
     norm = plan.of("encoder.layer.0.output.LayerNorm")[0]
     assert [result.bits for result in norm.writes] == [16, 8]
@@ -263,12 +332,41 @@ def test_no_value_is_written_in_16_bits_for_quantizers_alone(files: Callable[[st
                 assert not all(is_call(reader, *QUANTIZERS) for reader in result.users), node
 
 
+@pytest.mark.parametrize(
+    ("start", "step", "least", "is_true"), [(0, 1, 0, True), (0, 1, -2, True), (0, 1, 1, False), (-3, 1, 0, False)]
+)
+def test_a_condition_of_queries_that_is_always_true(start: int, step: int, least: int, is_true: bool) -> None:
+    aten, graph = torch.ops.aten, fx.Graph()
+    x = graph.placeholder("x")
+    length = graph.call_function(aten.sym_size.int, (x, 0))
+    column = graph.call_function(
+        aten.unsqueeze.default, (graph.call_function(aten.arange.start_step, (start, length, step)), 1)
+    )
+    condition = graph.call_function(aten.ge.Tensor, (column, least))
+    module = OperatorGraph(graph, {})
+    found = gpu_lowering._of_any_query(module, condition, {condition: (5, 1, 7, 1)}, {})
+    assert (found is not None) == is_true
+
+
+def test_a_mask_that_excludes_nothing_is_dropped(files: Callable[[str], Exported]) -> None:
+    """As transformers makes one for images."""
+    imported, plan = files("vit").lowered()
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    for module, has_mask in ((import_onnx(files("vit").path).module, True), (imported.module, False)):
+        fuse_attention(module)
+        calls = [node for node in module.graph.nodes if is_call(node, attention)]
+        assert [node.kwargs["attn_mask"] is not None for node in calls] == [has_mask] * 2
+    assert "padded_attention" not in str(plan)
+
+
 def test_a_plan_says_why_values_are_in_16_bits(files: Callable[[str], Exported]) -> None:
     text = str(files("bert").lowered()[1])
     assert "encoder.layer.0.intermediate.dense: linear_8bit + gelu\n" in text
-    attention = "the values of the attention of encoder.layer.0.attention.self come from an operator in floating point"
-    assert f"    reads 8 bits that a kernel quantized, because {attention}\n" in text
+    assert "    reads 8 bits of the attention of encoder.layer.0.attention.self\n" in text
     assert "    writes 16 bits for encoder.layer.0.output.dense, which adds them\n" in text
+    attention = "the values of the attention of layers.0.self_attn come from an operator in floating point"
+    text = str(files("llama").lowered()[1])
+    assert f"    reads 8 bits that a kernel quantized, because {attention}\n" in text
 
 
 @pytest.mark.parametrize("point", [0, 128, 77])

@@ -189,7 +189,7 @@ def test_a_lowered_model_in_half_precision(device: str, dtype: str) -> None:
 
 
 def test_an_engine_whose_kernels_read_and_write_8_bits(device: str, tmp_path: Path) -> None:
-    """Beside its references on the CPU: at a first call, with measured tiles, and as a CUDA graph."""
+    """Beside its references on the CPU: at a first call, with measured tiles, as a CUDA graph, and compiled."""
     pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
     pytest.importorskip("triton", reason="kernels need enginequant[triton]")
     from quantizer.engines.torch_engine.gpu_engine import engine_on
@@ -201,9 +201,12 @@ def test_an_engine_whose_kernels_read_and_write_8_bits(device: str, tmp_path: Pa
     assert [kernel.fallback for kernel in engine.plan.kernels if kernel.fallback] == []
     inputs = {name: value.numpy() for name, value in batch("bert", seed=9).items()}
     expected = reference(inputs)
-    for turn in range(4):
+    for turn in range(6):
         if turn == 1:
             assert engine.tune(inputs, tmp_path / "tiles.json") > 0
+        if turn == 4:
+            reason = engine.compile(inputs)
+            assert reason is None or "not less than" in reason
         for name, values in engine(inputs).items():
             assert sqnr_db(expected[name], values) > 40
     assert engine.no_graphs is None
@@ -231,6 +234,27 @@ def test_methods_of_a_linear_layer_compute_what_the_reference_does(device: str, 
         for method in methods:
             found = linear_with(method, a, w, *operands)
             assert sqnr_db(expected.float().cpu().numpy(), found.float().cpu().numpy()) > 30, method
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [32, 64, 80, 128])
+def test_methods_of_an_attention_compute_what_the_reference_does(device: str, width: int, dtype: torch.dtype) -> None:
+    """With padding at the end, at the beginning and in between, and 16-bit and 8-bit results."""
+    pytest.importorskip("triton", reason="kernels need enginequant[triton]")
+    from quantizer.engines.torch_engine.gpu_operators import OPERATORS, attention_entry, attention_with
+    from quantizer.numerics.triton_kernels.tiles import methods_for
+
+    generator, keys = torch.Generator().manual_seed(0), torch.arange(300)
+    q, k, v = (torch.randn(4, 300, 3, width, generator=generator).to(device, dtype).transpose(1, 2) for _ in range(3))
+    real = torch.stack([keys < 70, keys >= 250, keys % 7 == 3, keys >= 0])
+    mask = torch.where(real, 0.0, torch.finfo(dtype).min).to(device, dtype)[:, None, None]
+    for options in ((None, None, 0), (torch.int8, torch.full((1,), 0.02, device=device), 5)):
+        expected = OPERATORS["padded_attention"].reference(q, k, v, mask, width**-0.5, *options)
+        methods = methods_for(attention_entry(q, k, options[0]))
+        assert len(methods) == 4
+        for method in methods:
+            found = attention_with(method, q, k, v, mask, width**-0.5, *options)
+            assert sqnr_db(expected.float().cpu().numpy(), found.float().cpu().numpy()) > 35, method
 
 
 def _in_ranks(rank: int, world: int, device: str, folder: str) -> None:

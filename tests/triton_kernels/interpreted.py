@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="kernels need enginequant[triton]")
 if torch.cuda.is_available():
     pytest.skip("with a GPU, Triton does not interpret its kernels", allow_module_level=True)
 
-from quantizer.numerics.triton_kernels import norms, products
+from quantizer.numerics.triton_kernels import attention, norms, products
 
-__all__ = ["norms", "products", "steps"]
+__all__ = ["attention", "norms", "products", "steps"]
 
 
 def steps(first: Tensor, second: Tensor) -> int:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quantizer.errors import EngineError
 from quantizer.numerics.triton_kernels.tiles import (
+    ATTENTION_TILES,
     FLOAT16,
     LIBRARY,
     TILES,
+    Attention,
     Measured,
     Method,
     Product,
     TileTable,
     bucket,
+    first_attention_tile,
     first_tile,
     methods_for,
     tiles_for,
 )
 
 PRODUCT = Product(64, 96, 48, "int8", "gelu, int8", "9.0")
+ATTENTION = Attention(12, 64, "float16", "int8", "9.0", samples=32, queries=128, keys=512)
 
 
 def _calls() -> dict[Method, Callable[[], object]]:
@@ -94,11 +99,25 @@ def test_a_product_that_was_never_measured_or_could_not_be_has_the_first_choice(
     assert table.method(PRODUCT, 50) == first_tile(50)
 
 
+def test_an_attention_is_computed_by_a_tile_for_its_queries_or_by_pytorch() -> None:
+    assert methods_for(ATTENTION) == [*ATTENTION_TILES, LIBRARY]
+    assert methods_for(replace(ATTENTION, queries=32)) == [ATTENTION_TILES[0], LIBRARY]
+    assert [first_attention_tile(queries).queries for queries in (1, 16, 17, 64, 65, 500)] == [16, 16, 64, 64, 128, 128]
+    table = TileTable()
+    assert table.method(ATTENTION, 100) == ATTENTION_TILES[-1]
+    calls: dict[Method, Callable[[], object]] = {LIBRARY: lambda: 2.0, ATTENTION_TILES[1]: lambda: 3.0}
+    table.measure(ATTENTION, calls, lambda call: float(call()))  # type: ignore[arg-type]
+    assert table[ATTENTION] == Measured(LIBRARY, 1.5)
+    assert table.method(ATTENTION, 100) == LIBRARY
+
+
 def test_a_table_is_kept_in_a_file(tmp_path: Path) -> None:
     entries = {
         PRODUCT: Measured(LIBRARY, 1.25),
         Product(16, 1, 2, "int8", "none", "8.0"): Measured(FLOAT16),
         Product(64, 1, 2, "int8", "none", "8.0"): Measured(TILES[1]),
+        ATTENTION: Measured(ATTENTION_TILES[2]),
+        replace(ATTENTION, samples=1): Measured(LIBRARY, 1.5),
     }
     table = TileTable(entries)
     table.write(tmp_path / "tiles.json")
@@ -113,7 +132,7 @@ def test_a_table_is_kept_in_a_file(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("", "{", "double quotes"),
-        ('"format": 2', '"format": 1', "its format is 1, but this release reads format 2"),
+        ('"format": 3', '"format": 2', "its format is 2, but this release reads format 3"),
         ('"rows": 16', '"rows": 7', "is not a method of this release"),
         ('"depth": 48', '"depth": "x"', "depth"),
     ],
@@ -124,6 +143,13 @@ def test_a_damaged_file(tmp_path: Path, old: str, new: str, message: str) -> Non
     text = path.read_text()
     path.write_text(text.replace(old, new) if old else new)
     with pytest.raises(EngineError, match=f"tiles.json is not a table of tiles: .*{message}.*delete it"):
+        TileTable().read(path)
+
+
+def test_a_file_with_a_tile_of_a_product_for_an_attention(tmp_path: Path) -> None:
+    path = tmp_path / "tiles.json"
+    TileTable({ATTENTION: Measured(TILES[0])}).write(path)
+    with pytest.raises(EngineError, match=r"Tile.* is not a method of this release for Attention"):
         TileTable().read(path)
 
 

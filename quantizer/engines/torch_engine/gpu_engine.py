@@ -2,7 +2,9 @@
 
 A kernel that does not compile for the GPU is replaced by operations of torch when the engine is loaded, with its reason
 in the plan. From the second call with the same shapes on, an engine replays a CUDA graph. ``GpuEngine.tune`` measures
-the methods of the linear layers for a shape: tiles of the kernel, products of torch, and float16.
+the methods of the linear layers for a shape: tiles of the kernel, products of torch, and float16; and those of
+attentions with padding: tiles of the kernel and PyTorch's ``scaled_dot_product_attention``. ``GpuEngine.compile`` lets
+Inductor fuse the operations between the kernels.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from quantizer.engines.torch_engine.engine import TorchEngine
 from quantizer.engines.torch_engine.gpu_lowering import KERNELS, lower_for_gpu
 from quantizer.engines.torch_engine.gpu_operators import (
     OPERATORS,
+    attention_entry,
+    attention_with,
     drop_float16_weight,
     has_float16_weight,
+    kernel_takes,
     linear_with,
     product_of,
     rows_of,
@@ -69,7 +74,8 @@ class GpuEngine(TorchEngine):
         self.device = device
         self._module, self._program = module, program(module)
         self._reasons, self._fallbacks = reasons, fallbacks
-        self._graphs = ShapeGraphs(self._program)
+        self._compiled: dict[tuple[torch.Size, ...], Callable[..., tuple[Tensor, ...]]] = {}
+        self._graphs = ShapeGraphs(self.compute)
         if device == "cpu":
             self._graphs.reason = "a CPU has no CUDA graphs"
 
@@ -83,8 +89,8 @@ class GpuEngine(TorchEngine):
 
     def compute(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs for inputs by position, all on the device of the engine, without CUDA graphs."""
-        outputs: tuple[Tensor, ...] = self._program(*inputs)
-        return outputs
+        run: Callable[..., tuple[Tensor, ...]] = self._compiled.get(_shapes(inputs), self._program)
+        return run(*inputs)
 
     def _on_device(self, *inputs: Tensor) -> list[Tensor]:
         outputs = self._graphs(*(tensor.to(self.device) for tensor in inputs))
@@ -97,11 +103,12 @@ class GpuEngine(TorchEngine):
         *,
         seconds: Callable[[Callable[[], object]], float] | None = None,
     ) -> int:
-        """Measure how the linear layers are fastest for inputs of a shape, and compute them so from then on.
+        """Measure how linear layers and attentions are fastest for inputs of a shape; compute them so from then on.
 
         The candidates are the tiles of the kernel, ``torch._int_mm`` or ``torch._scaled_mm`` with a kernel for what
-        follows, and the matrix multiplication in float16, which keeps a second copy of the weight. ``plan`` says which
-        layers are not computed by the kernel.
+        follows, and the matrix multiplication in float16, which keeps a second copy of the weight. Those of an
+        attention with padding are the tiles of its kernel and PyTorch's function; its time depends on the padding in
+        ``inputs``. ``plan`` says which layers are not computed by the kernel.
 
         Args:
             inputs: inputs as in a call of the engine.
@@ -109,7 +116,7 @@ class GpuEngine(TorchEngine):
             seconds: returns the seconds of a call; None: measured on the GPU.
 
         Returns:
-            the number of linear layers that were measured; layers of one size count once.
+            the number of layers that were measured; layers of one size count once.
 
         Raises:
             EngineError: inputs of another type or shape, or a damaged file.
@@ -117,20 +124,77 @@ class GpuEngine(TorchEngine):
         if file is not None:
             TABLE.read(Path(file))
         tuner = _Tuner(self._module, seconds or gpu_seconds)
-        tensors = [torch.from_numpy(array.copy()).to(self.device) for array in self._checked(inputs).values()]
         with torch.inference_mode():
-            tuner.run(*tensors)
+            tuner.run(*self._tensors(inputs))
         self._graphs.forget()
         if file is not None:
             TABLE.write(Path(file))
         return tuner.count
 
+    def compile(
+        self,
+        inputs: Any,
+        *,
+        backend: str = "inductor",
+        seconds: Callable[[Callable[[], object]], float] | None = None,
+    ) -> str | None:
+        """Let ``torch.compile`` fuse the operations between the kernels for inputs of a shape, if that is faster.
+
+        It takes from seconds to minutes, and helps models with many such operations, such as rotary embeddings. Kernels
+        and CUDA graphs are used as before. Call ``tune`` first.
+
+        Args:
+            inputs: inputs as in a call of the engine.
+            backend: a backend of ``torch.compile``.
+            seconds: returns the seconds of a call; None: measured on the GPU.
+
+        Returns:
+            why these inputs are computed without it; None: they are computed with it.
+
+        Raises:
+            EngineError: inputs of another type or shape.
+        """
+        tensors = self._tensors(inputs)
+        # The names in its code come from the import, not from the ONNX file.
+        graph = fx.GraphModule(self._module, self._module.graph)
+        compiled = torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
+
+        def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+            # In another mode, torch would compile again.
+            with torch.inference_mode():
+                outputs: tuple[Tensor, ...] = compiled(*arguments)
+            return outputs
+
+        try:
+            run(*tensors)
+            taken, before = (partial(each, *tensors) for each in (run, self._program))
+            times = [(seconds or gpu_seconds)(call) for call in (taken, before)]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - compilers raise errors of many classes
+            # The first line names the backend, the second one its error.
+            lines = " ".join(str(error).strip().splitlines()[:2])
+            return f"torch.compile failed: {type(error).__name__}: {lines}"
+        if times[0] >= times[1]:
+            return f"compiled, a call takes {1000 * times[0]:.3f} ms, not less than {1000 * times[1]:.3f} ms without it"
+        self._compiled[_shapes(tensors)] = run
+        self._graphs.forget()
+        return None
+
+    def _tensors(self, inputs: Any) -> list[Tensor]:
+        """Return the inputs of a call on the device."""
+        return [torch.from_numpy(array.copy()).to(self.device) for array in self._checked(inputs).values()]
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in tensors)
+
 
 class _Tuner(fx.Interpreter):
-    """Interpreter that measures the methods of each linear layer that has no entry in the table.
+    """Interpreter that measures the methods of each linear layer or attention that has no entry in the table.
 
     Attributes:
-        count: the linear layers that were measured.
+        count: the layers that were measured.
     """
 
     def __init__(self, module: OperatorGraph, seconds: Callable[[Callable[[], object]], float]) -> None:
@@ -140,17 +204,31 @@ class _Tuner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if is_call(n, OPERATORS["linear_8bit"].triton):
-            a, weight, *operands = self.fetch_args_kwargs_from_env(n)[0]
-            product = product_of(rows_of(a), weight, *operands)
-            if product not in TABLE:
-                had_copy = has_float16_weight(weight)
-                calls = {method: partial(linear_with, method, a, weight, *operands) for method in methods_for(product)}
-                times = TABLE.measure(product, calls, self._seconds)
-                # A copy that an earlier shape uses may be read by another thread.
-                if not had_copy and not (times and TABLE[product].method == FLOAT16):
-                    drop_float16_weight(weight)
-                self.count += 1
+            self._measure_linear(*self.fetch_args_kwargs_from_env(n)[0])
+        elif is_call(n, OPERATORS["padded_attention"].triton):
+            self._measure_attention(*self.fetch_args_kwargs_from_env(n)[0])
         return super().run_node(n)
+
+    def _measure_linear(self, a: Tensor, weight: Tensor, *operands: Any) -> None:
+        product = product_of(rows_of(a), weight, *operands)
+        if product in TABLE:
+            return
+        had_copy = has_float16_weight(weight)
+        calls = {method: partial(linear_with, method, a, weight, *operands) for method in methods_for(product)}
+        times = TABLE.measure(product, calls, self._seconds)
+        # A copy that an earlier shape uses may be read by another thread.
+        if not had_copy and not (times and TABLE[product].method == FLOAT16):
+            drop_float16_weight(weight)
+        self.count += 1
+
+    def _measure_attention(self, *operands: Any) -> None:
+        query, key, value, mask, _, quantized_as, *_ = operands
+        entry = attention_entry(query, key, quantized_as)
+        if entry in TABLE or not kernel_takes(query, key, value, mask):
+            return
+        calls = {method: partial(attention_with, method, *operands) for method in methods_for(entry)}
+        TABLE.measure(entry, calls, self._seconds)
+        self.count += 1
 
 
 _TIMED, _CALLS = 10, 10

@@ -5,7 +5,8 @@
 - DQ > MatMul with a quantized weight > bias > ReLU, GELU or SiLU > residual add > Q of the next layer;
 - layers that read one quantized tensor and write floats, such as q, k and v: one MatMul with several results;
 - residual add > LayerNorm or RMSNorm > Q;
-- the sum of embeddings > LayerNorm or RMSNorm > Q.
+- the sum of embeddings > LayerNorm or RMSNorm > Q;
+- attention with a mask that is the same for all queries, such as one of padding > Q.
 
 A result is written in 8 bits for the quantizers that read it, and in 16 bits only for other readers. UINT8 values
 become INT8 ones by a shift of the zero point, which is in the bias of the layer that reads them: s (a - z) w t + b =
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from quantizer.engines.base import InputSizes
-from quantizer.engines.torch_engine.gpu_operators import OPERATORS
+from quantizer.engines.torch_engine.gpu_operators import OPERATORS, WIDEST_HEAD
 from quantizer.engines.torch_engine.lowering import (
     aten,
     bias_of,
@@ -53,9 +54,9 @@ from quantizer.export.onnx_import.importer import Imported
 from quantizer.export.qdq.onnx_file import TensorSpec
 from quantizer.numerics.formats import FP8, INT8, UINT8
 
-LINEARS, NORMS, EMBEDDING_NORMS, QUANTIZERS = (
-    (packet.triton, packet.reference)
-    for packet in (OPERATORS[name] for name in ("linear_8bit", "norm_8bit", "embedding_norm_8bit", "quantize_8bit"))
+LINEARS, NORMS, EMBEDDING_NORMS, QUANTIZERS, ATTENTIONS = (
+    (OPERATORS[name].triton, OPERATORS[name].reference)
+    for name in ("linear_8bit", "norm_8bit", "embedding_norm_8bit", "quantize_8bit", "padded_attention")
 )
 """The overloads of each operator."""
 
@@ -65,7 +66,7 @@ EIGHT_BITS = (INT8.storage, FP8.storage)
 Shapes = dict[fx.Node, tuple[int, ...]]
 """The shape of each node's result in a run, new nodes included."""
 
-KERNELS = (*LINEARS, *NORMS, *EMBEDDING_NORMS, *QUANTIZERS)
+KERNELS = (*LINEARS, *NORMS, *EMBEDDING_NORMS, *QUANTIZERS, *ATTENTIONS)
 
 
 def lower_for_gpu(
@@ -94,6 +95,7 @@ def lower_for_gpu(
     sign_activations(module)
     shapes = node_shapes(module, imported.inputs, sizes)
     overload = 0 if triton else 1
+    _lower_attentions(module, shapes, dtype, overload)
     reasons = _lower_linears(module, shapes, overload)
     _merge_linears(module, shapes)
     unpack_constants(module)
@@ -158,6 +160,128 @@ def sign_activations(module: OperatorGraph) -> None:
             for each in (node, *node.users):
                 zero_point: Any = each.args[2]
                 each.args = (*each.args[:2], zero_point + shift, INT8.qmin, INT8.qmax, torch.int8)
+
+
+def _lower_attentions(module: OperatorGraph, shapes: Shapes, dtype: torch.dtype, overload: int) -> None:
+    """Lower each attention whose mask is the same for all queries, and with it the mask, to [B, 1, 1, K]."""
+    masks: dict[fx.Node, fx.Node | None] = {}
+    for node in list(module.graph.nodes):
+        mask = node.kwargs.get("attn_mask") if is_call(node, aten.scaled_dot_product_attention.default) else None
+        if not isinstance(mask, fx.Node) or not _fits_kernel(*(shapes.get(value, ()) for value in (*node.args, mask))):
+            continue
+        of_any_query = _of_any_query(module, mask, shapes, masks)
+        if of_any_query is None or len(shapes[of_any_query]) != 4:
+            continue
+        tensor = constant(module, of_any_query)
+        if tensor is not None and not tensor.any():
+            # PyTorch has a faster kernel for an attention without a mask, such as that of images.
+            node.kwargs = {**node.kwargs, "attn_mask": None}
+            continue
+        _lower_attention(module, node, of_any_query, shapes, dtype, overload)
+    module.graph.eliminate_dead_code()
+
+
+def _fits_kernel(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], mask: tuple[int, ...]) -> bool:
+    """Return whether the kernel computes an attention of operands with these shapes."""
+    is_plain = len(query) == len(mask) == 4 and key == value and query[:2] == key[:2]
+    return is_plain and query[3] == key[3] <= WIDEST_HEAD
+
+
+def _lower_attention(
+    module: OperatorGraph, node: fx.Node, mask: fx.Node, shapes: Shapes, dtype: torch.dtype, overload: int
+) -> None:
+    samples, heads, queries, width = shapes[node]
+    # [B, H, Q, D] > [B, Q, H, D] > [B, Q, H D]
+    swapped = only_reader(node)
+    joined = (
+        only_reader(swapped) if is_call(swapped, aten.permute.default) and swapped.args[1] == [0, 2, 1, 3] else None
+    )
+    written = None
+    if is_call(joined, aten.reshape.default) and shapes[joined] == (samples, queries, heads * width):
+        found, others = _readers(module, joined, shapes)
+        written = None if others else found
+    with module.graph.inserting_before(node):
+        quantized: tuple[Any, ...] = (None, None, 0)
+        if written is not None:
+            quantized = (written.dtype, new_constant(module, "next_scale", written.scale), written.zero_point)
+        kernel = module.graph.call_function(ATTENTIONS[overload], (*node.args, mask, node.kwargs["scale"], *quantized))
+    types = (_type_name(dtype), _type_name(dtype if written is None else written.dtype))
+    kernel.meta["attention"] = (heads, shapes[node.args[0]][3], *types)  # type: ignore[index]
+    shapes[kernel] = shapes[node]
+    replace(node, kernel)
+    if written is not None and joined is not None:
+        written.replace_with(joined)
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_ELEMENTWISE = (
+    *(aten.logical_and.default, aten.logical_or.default, aten.logical_not.default, aten.where.self, aten.to.dtype),
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.eq.Tensor, aten.clamp.default),
+)
+"""Elementwise operators of masks."""
+
+
+def _of_any_query(
+    module: OperatorGraph, value: fx.Node, shapes: Shapes, results: dict[fx.Node, fx.Node | None]
+) -> fx.Node | None:
+    """Return a value with one index on the last axis but one, which broadcasts to ``value``; None if there is none."""
+    shape = shapes.get(value)
+    if shape is None or len(shape) < 2 or shape[-2] == 1:
+        return None if shape is None else value
+    if value not in results:
+        results[value] = _computed_for_any_query(module, value, shapes, results)
+    return results[value]
+
+
+def _computed_for_any_query(
+    module: OperatorGraph, value: fx.Node, shapes: Shapes, results: dict[fx.Node, fx.Node | None]
+) -> fx.Node | None:
+    tensor = constant(module, value)
+    if tensor is not None:
+        first = tensor[..., :1, :]
+        return _new_operand(module, value, first.clone(), shapes) if bool((tensor == first).all()) else None
+    if is_call(value, aten.expand.default):
+        return _of_any_query(module, value.args[0], shapes, results)  # type: ignore[arg-type]
+    if is_call(value, aten.ge.Tensor):
+        # Masks of transformers contain "the index of the query is at least 0".
+        least = number(module, value.args[1])
+        if least is None or least > 0 or not _counts_from_zero(value.args[0]):
+            return None
+        return _new_operand(module, value, torch.ones((), dtype=torch.bool), shapes)
+    if not is_call(value, *_ELEMENTWISE):
+        return None
+    operands = {operand: _of_any_query(module, operand, shapes, results) for operand in value.all_input_nodes}
+    if None in operands.values():
+        return None
+    tensors = {operand: constant(module, of_any) for operand, of_any in operands.items()}
+    if all(each is not None for each in tensors.values()):
+        target: Any = value.target
+        args: Any = fx.node.map_arg(value.args, lambda operand: tensors[operand])
+        kwargs: Any = fx.node.map_arg(value.kwargs, lambda operand: tensors[operand])
+        return _new_operand(module, value, target(*args, **kwargs), shapes)
+    with module.graph.inserting_before(value):
+        result = module.graph.node_copy(value, lambda operand: operands[operand])
+    broadcast: Any = torch.broadcast_shapes
+    shapes[result] = tuple(broadcast(*(shapes[operand] for operand in result.all_input_nodes)))
+    return result
+
+
+def _new_operand(module: OperatorGraph, place: fx.Node, tensor: Tensor, shapes: Shapes) -> fx.Node:
+    """Return a new constant in the place of a node."""
+    with module.graph.inserting_before(place):
+        node = new_constant(module, "mask", tensor)
+    shapes[node] = tuple(tensor.shape)
+    return node
+
+
+def _counts_from_zero(value: Any) -> bool:
+    """Return whether a value is 0, 1, 2, ... along an axis."""
+    while is_call(value, aten.unsqueeze.default, aten.expand.default, aten.to.dtype):
+        value = value.args[0]
+    return is_call(value, aten.arange.start_step) and (value.args[0], value.args[2]) == (0, 1)
 
 
 def _lower_linears(module: OperatorGraph, shapes: Shapes, overload: int) -> dict[str, str]:
@@ -534,6 +658,7 @@ _FLOAT_OPERANDS: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys(LINEARS, (5,)),
     **dict.fromkeys(NORMS, (0, 1)),
     **dict.fromkeys((*EMBEDDING_NORMS, *QUANTIZERS), ()),
+    **dict.fromkeys(ATTENTIONS, (0, 1, 2, 3)),
 }
 """The operands of the kernels that follow the type of values that are not quantized; parameters are float32."""
 
@@ -580,6 +705,8 @@ def _store_in_16_bits(
                 half.add(node)
             elif is_call(node, *NORMS, *EMBEDDING_NORMS):
                 half |= {item for item in node.users if item in floats}
+            elif is_call(node, *ATTENTIONS) and node in floats:
+                half.add(node)
         elif is_call(node, dequantize):
             node.kwargs = {"out_dtype": dtype}
             half.add(node)

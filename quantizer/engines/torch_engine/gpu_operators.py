@@ -10,6 +10,9 @@ linear_8bit             y [.., N] = f(s t (a w^T) + bias) + residual, or its qua
 norm_8bit               h = x + residual, the norm of h and the quantized norm; each only on request
 embedding_norm_8bit     the results of norm_8bit for h = words[ids] + kinds[types] + places[positions]
 quantize_8bit           the quantized values of x
+padded_attention        y [B, H, Q, D] = softmax(scale q k^T + mask) v for q [B, H, Q, D], k and v [B, H, K, D] and a
+                        mask [B, H, 1, K] or what broadcasts to it, or its quantized values; blocks of keys that the
+                        mask excludes are skipped
 ======================  ==========================================================================================
 
 ``triton`` is imported at the first call of a kernel.
@@ -29,7 +32,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantizer.numerics.formats import FP8, INT8
 from quantizer.numerics.triton_kernels import reference
-from quantizer.numerics.triton_kernels.tiles import LIBRARY, TABLE, Method, Product, Tile, bucket
+from quantizer.numerics.triton_kernels.tiles import (
+    LIBRARY,
+    TABLE,
+    Attention,
+    AttentionTile,
+    Method,
+    Product,
+    Tile,
+    bucket,
+    power_of_two,
+)
 
 _NORM = (
     "Tensor weight, Tensor? bias, float eps, bool rms, bool total, bool value, ScalarType? quantized_as, "
@@ -45,6 +58,10 @@ _SCHEMAS = {
         f"(Tensor ids, Tensor positions, Tensor? types, Tensor words, Tensor places, Tensor? kinds, {_NORM}"
     ),
     "quantize_8bit": "(Tensor x, Tensor scale, int zero_point, ScalarType dtype) -> Tensor",
+    "padded_attention": (
+        "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, ScalarType? quantized_as, "
+        "Tensor? next_scale, int next_zero_point) -> Tensor"
+    ),
 }
 
 
@@ -71,7 +88,7 @@ def product_of(rows: int, weight: Tensor, *operands: Any) -> Product:
     epilogue = [activation, _name(dtype), f"{parts} results"]
     epilogue += ["bias"] * (bias is not None) + ["residual"] * (residual is not None)
     n, k = weight.shape
-    return Product(bucket(rows), n, k, _name(weight.dtype), ", ".join(epilogue), _capability(weight.device))
+    return Product(bucket(rows), n, k, _name(weight.dtype), ", ".join(epilogue), capability_of(weight.device))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -79,7 +96,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @cache
-def _capability(device: torch.device) -> str:
+def capability_of(device: torch.device) -> str:
+    """Return the compute capability of a GPU, such as ``9.0``, or the name of another device."""
     return ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else device.type
 
 
@@ -274,7 +292,7 @@ def _embedding_without_data(
 
 
 def _quantize(x: Tensor, scale: Tensor, zero_point: int, dtype: torch.dtype) -> Tensor:
-    return reference.quantized(x.float(), scale, dtype, zero_point)
+    return reference.quantized(x.contiguous().float(), scale, dtype, zero_point)
 
 
 def _triton_quantize(x: Tensor, scale: Tensor, zero_point: int, dtype: torch.dtype) -> Tensor:
@@ -287,11 +305,83 @@ def _quantize_without_data(x: Tensor, scale: Tensor, zero_point: int, dtype: tor
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    quantized_as: torch.dtype | None,
+    next_scale: Tensor | None,
+    next_zero_point: int,
+    *,
+    quantize: Callable[[Tensor, Tensor, int, torch.dtype], Tensor] = _quantize,
+) -> Tensor:
+    """Compute ``padded_attention`` by SDPA; ``quantize`` returns its quantized values."""
+    y = functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    # The memory of all methods is that of [B, Q, H, D]; SDPA mostly returns it so.
+    y = y.transpose(1, 2).contiguous()
+    if quantized_as is not None and next_scale is not None:
+        y = quantize(y.flatten(2), next_scale, next_zero_point, quantized_as).view(y.shape)
+    return y.transpose(1, 2)
+
+
+WIDEST_HEAD = 128
+"""The values of a head for which the kernel does not spill registers."""
+
+
+def kernel_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Return whether the kernel computes an attention; SDPA computes others, such as those with a causal mask."""
+    is_plain = query.dim() == mask.dim() == 4 and key.shape == value.shape and mask.shape[2] == 1
+    is_plain &= query.dtype in (torch.float16, torch.bfloat16) and mask.dtype.is_floating_point and mask.shape[3] > 0
+    return is_plain and query.shape[:2] == key.shape[:2] and query.shape[3] == key.shape[3] <= WIDEST_HEAD
+
+
+def attention_entry(query: Tensor, key: Tensor, quantized_as: torch.dtype | None) -> Attention:
+    """Return the entry of a call of ``padded_attention`` in a table of tiles."""
+    samples, heads, queries, width = query.shape
+    return Attention(
+        heads=heads,
+        width=width,
+        operands=_name(query.dtype),
+        result=_name(quantized_as or query.dtype),
+        capability=capability_of(query.device),
+        samples=power_of_two(samples),
+        queries=bucket(queries),
+        keys=bucket(key.shape[2]),
+    )
+
+
+def _triton_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *options: Any) -> Tensor:
+    if not kernel_takes(query, key, value, mask):
+        return attention_with(LIBRARY, query, key, value, mask, *options)
+    method = TABLE.method(attention_entry(query, key, options[1]), query.shape[2])
+    return attention_with(method, query, key, value, mask, *options)
+
+
+def attention_with(method: Method, *operands: Any) -> Tensor:
+    """Compute ``padded_attention`` by a method."""
+    from quantizer.numerics.triton_kernels.attention import attention
+
+    if not isinstance(method, AttentionTile):
+        return _attention(*operands, quantize=_triton_quantize)
+    query, key, value, mask, scale, quantized_as, next_scale, zero_point = operands
+    options: dict[str, Any] = {"quantized_as": quantized_as, "next_scale": next_scale, "zero_point": zero_point}
+    return attention(query, key, value, mask, scale, method, **options)
+
+
+def _attention_without_data(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+    samples, heads, queries, _ = query.shape
+    result = query.new_empty((samples, queries, heads, value.shape[3]), dtype=options[2] or query.dtype)
+    return result.transpose(1, 2)
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
     "linear_8bit": _triton_linear,
     "norm_8bit": _triton_norm,
     "embedding_norm_8bit": _triton_embedding_norm,
     "quantize_8bit": _triton_quantize,
+    "padded_attention": _triton_attention,
 }
 """The Triton kernel of each operator, by its name."""
 
@@ -300,12 +390,14 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "norm_8bit": _norm,
     "embedding_norm_8bit": _embedding_norm,
     "quantize_8bit": _quantize,
+    "padded_attention": _attention,
 }
 _SHAPES: dict[str, Callable[..., Any]] = {
     "linear_8bit": _linear_without_data,
     "norm_8bit": _norm_without_data,
     "embedding_norm_8bit": _embedding_without_data,
     "quantize_8bit": _quantize_without_data,
+    "padded_attention": _attention_without_data,
 }
 
 

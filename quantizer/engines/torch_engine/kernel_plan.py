@@ -19,13 +19,21 @@ from typing import Any
 
 from torch import fx
 
-from quantizer.engines.torch_engine.gpu_lowering import EIGHT_BITS, EMBEDDING_NORMS, KERNELS, LINEARS, NORMS, QUANTIZERS
-from quantizer.engines.torch_engine.gpu_operators import OPERATORS, product_of
+from quantizer.engines.torch_engine.gpu_lowering import (
+    ATTENTIONS,
+    EIGHT_BITS,
+    EMBEDDING_NORMS,
+    KERNELS,
+    LINEARS,
+    NORMS,
+    QUANTIZERS,
+)
+from quantizer.engines.torch_engine.gpu_operators import OPERATORS, capability_of, product_of
 from quantizer.engines.torch_engine.lowering import aten, decomposed, is_call
 from quantizer.export.onnx_import.graph_builder import OperatorGraph
 from quantizer.numerics.triton_kernels.tiles import FLOAT16, LIBRARY, Method, Product, Tile, TileTable, bucket
 
-_ATTENTION = aten.scaled_dot_product_attention.default
+_ATTENTION = (aten.scaled_dot_product_attention.default, *ATTENTIONS)
 _VIEWS = (
     *(aten.reshape.default, aten.permute.default, aten.transpose.int, aten.select.int, aten.slice.Tensor),
     *(aten.unsqueeze.default, aten.squeeze.dims, aten.expand.default, aten.flatten.using_ints, aten.to.dtype),
@@ -54,13 +62,13 @@ class PlannedKernel:
     Attributes:
         sites: the layers that it computes; several, such as q, k and v, are one MatMul.
         kernel: its operator: ``linear_8bit``, ``norm_8bit``, ``embedding_norm_8bit``, ``quantize_8bit`` or
-            ``attention``.
+            ``padded_attention``; ``attention`` for PyTorch's function.
         fused: what it computes after its MatMul or before its norm, such as ``gelu`` or ``residual add``.
         reads: the operand, with its number of bits and the layer that wrote it.
         writes: its results.
         fallback: why it is computed by operations of torch; empty: it is one kernel.
-        measured: for which numbers of tokens a linear layer is computed by another method than its kernel, and how many
-            times as fast that was.
+        measured: for which numbers of tokens a layer is computed by another method than its kernel, and how many times
+            as fast that was.
     """
 
     sites: tuple[str, ...]
@@ -124,21 +132,45 @@ def kernel_plan(
             measured=() if table is None else tuple(_measured(module, node, table)),
         )
         for node in module.graph.nodes
-        if is_call(node, *KERNELS, _ATTENTION)
+        if is_call(node, *KERNELS, *_ATTENTION)
     ]
     return KernelPlan(tuple(kernels), {_site(name): reason for name, reason in reasons.items()})
 
 
 def _measured(module: OperatorGraph, node: fx.Node, table: TileTable) -> Iterator[str]:
-    """Yield the methods of a linear layer that were faster than its kernel, by numbers of tokens."""
+    """Yield the methods of a layer that were faster than its kernel, by numbers of tokens."""
+    if is_call(node, OPERATORS["padded_attention"].triton):
+        yield from _measured_attention(module, node, table)
     if not is_call(node, OPERATORS["linear_8bit"].triton):
         return
     weight = module.get_buffer(str(node.args[1].target))  # type: ignore[union-attr]
     layer = product_of(1, weight, *node.args[2:])
-    products = sorted(each for each in table if replace(each, rows=layer.rows) == layer)
+    products = [each for each in table.products if replace(each, rows=layer.rows) == layer]
     for method, several in itertools.groupby(products, key=lambda product: table[product].method):
         if not isinstance(method, Tile):
             yield from _ranges(method, list(several), table)
+
+
+def _measured_attention(module: OperatorGraph, node: fx.Node, table: TileTable) -> Iterator[str]:
+    """Yield the sizes for which PyTorch's function was faster than the kernel of an attention."""
+    layer = (*node.meta["attention"], capability_of(next(module.buffers()).device))
+    for each in table.attentions:
+        measured = table[each]
+        if (
+            each.heads,
+            each.width,
+            each.operands,
+            each.result,
+            each.capability,
+        ) == layer and measured.method == LIBRARY:
+            gains = [] if measured.gain is None else [measured.gain]
+            first = each.samples // 2 + 1
+            samples = f"{first} to {each.samples}" if first < each.samples else f"{each.samples}"
+            queries, keys = (_in_buckets(size, size) for size in (each.queries, each.keys))
+            yield (
+                f"scaled_dot_product_attention: {_faster(LIBRARY, gains)} at {samples} samples of {queries} queries "
+                f"and {keys} keys"
+            )
 
 
 def _ranges(method: Method, products: Sequence[Product], table: TileTable) -> Iterator[str]:
@@ -169,7 +201,11 @@ def _faster(method: Method, gains: Sequence[float]) -> str:
 
 
 def _tokens(products: Sequence[Product]) -> str:
-    first, last = products[0].rows, products[-1].rows
+    return _in_buckets(products[0].rows, products[-1].rows)
+
+
+def _in_buckets(first: int, last: int) -> str:
+    """Return the numbers in two buckets and between them."""
     return f"{1 if first == bucket(1) else first // 2 + 1} to {last}"
 
 
@@ -183,7 +219,7 @@ def _sites(node: fx.Node) -> tuple[str, ...]:
 
 
 def _kernel(node: fx.Node) -> str:
-    return "attention" if is_call(node, _ATTENTION) else str(node.target).split(".")[1]
+    return "attention" if is_call(node, _ATTENTION[0]) else str(node.target).split(".")[1]
 
 
 def _fused(node: fx.Node) -> tuple[str, ...]:
@@ -220,7 +256,7 @@ def _name(node: fx.Node) -> str:
     if node.op == "placeholder":
         return "an input of the model"
     site = _sites(node)[-1] if not is_call(node, *LINEARS) else ", ".join(_sites(node))
-    return f"the attention of {site}" if is_call(node, _ATTENTION) else site
+    return f"the attention of {site}" if is_call(node, *_ATTENTION) else site
 
 
 def _writes(node: fx.Node) -> Iterator[Written]:
@@ -232,7 +268,8 @@ def _writes(node: fx.Node) -> Iterator[Written]:
         for place, bits in enumerate(widths):
             yield Written(bits, tuple(dict.fromkeys(_readers(items[place]))))
     else:
-        eight = is_call(node, *QUANTIZERS) or (is_call(node, *LINEARS) and node.args[9] in EIGHT_BITS)
+        dtype = node.args[9] if is_call(node, *LINEARS) else node.args[5] if is_call(node, *ATTENTIONS) else None
+        eight = is_call(node, *QUANTIZERS) or dtype in EIGHT_BITS
         yield Written(8 if eight else 16, tuple(dict.fromkeys(_readers(node))))
 
 
@@ -252,7 +289,7 @@ def _readers(value: fx.Node) -> Iterator[str]:
             yield _name(user)
         elif is_call(user, decomposed.dequantize_per_tensor.default):
             yield f"{_name(user)}, which computes in floating point"
-        elif is_call(user, _ATTENTION):
+        elif is_call(user, *_ATTENTION):
             yield _name(user)
         else:
             yield f"{str(user.target).removesuffix('.default')} of {_name(user)}"

@@ -46,6 +46,14 @@ def activated(value, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def dot_in_float32(a, b, total):
+    """Return a b + total in float32 for a and b in half precision; Triton's interpreter multiplies no bfloat16."""
+    if _INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total)
+
+
+@triton.jit
 def _on_fp8_grid(value):
     """Return float32 values rounded to numbers of FP8, which Triton's interpreter converts without an error.
 
