@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
+import torch.fx
+
 
 def collect_seldom() -> None:
     """Leave what is there to the end of the process, and look for cycles in what is new a tenth as often.
@@ -69,6 +71,13 @@ def quick_interpreter() -> None:
 def few_steps() -> AbstractContextManager[int]:
     """Let the reconstruction of weights take a quarter of its steps."""
     return patch("quantizer.algorithms.reconstruction._STEPS", 50)
+
+
+def keep_tables() -> None:
+    """Leave the exports of this process quick, as a fixture leaves those of a file."""
+    torch.fx.config.do_not_emit_stack_traces = True
+    for name, kept in tables_of_exports().items():
+        patch(name, kept).start()
 
 
 def tables_of_exports() -> Mapping[str, Any]:
