@@ -54,6 +54,7 @@ _LONGEST = (
     *("test_going_on.py", "test_run.py", "test_for_backend.py", "test_real_model.py", "test_zoo_text.py"),
     *("test_goldens.py", "test_add_stage.py", "test_train.py", "test_convert_audio.py", "test_property_models.py"),
     *("test_proxy_rules.py", "test_output_search.py", "test_every_algorithm.py", "test_convert_images.py"),
+    *("test_proxy_fast_paths.py", "test_proxy_operations.py"),
 )
 """Files that take ten seconds or more, the longest first."""
 

@@ -14,13 +14,13 @@ import torch.fx
 
 
 def collect_seldom() -> None:
-    """Leave what is there to the end of the process, and look for cycles in what is new a tenth as often.
+    """Leave what is there to the end of the process, and seldom look for cycles in what is new.
 
     Models and libraries are millions of objects that stay, and each search goes through them: an eighth of all time.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 50)
+    gc.set_threshold(500_000, 20, 50)
 
 
 def quick_compiler() -> AbstractContextManager[None]:
