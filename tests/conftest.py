@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ import pytest
 import torch
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 from hypothesis import HealthCheck, settings
-from quick_start import collect_seldom, few_steps, tables_of_exports
+from quick_start import collect_seldom, few_steps, quick_interpreter, tables_of_exports
 from translated import translate_once
 from trials_here import trials_here
 
@@ -53,6 +54,7 @@ _LONGEST = (
     *("test_going_on.py", "test_run.py", "test_for_backend.py", "test_real_model.py", "test_zoo_text.py"),
     *("test_goldens.py", "test_add_stage.py", "test_train.py", "test_convert_audio.py", "test_property_models.py"),
     *("test_proxy_rules.py", "test_output_search.py", "test_every_algorithm.py", "test_convert_images.py"),
+    *("test_proxy_fast_paths.py", "test_proxy_operations.py"),
 )
 """Files that take ten seconds or more, the longest first."""
 
@@ -82,6 +84,8 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[Non
 
 def pytest_collection_finish() -> None:
     """Begin with what all tests share: models and libraries are there."""
+    if "triton.runtime.interpreter" in sys.modules:
+        quick_interpreter()
     collect_seldom()
     gc.enable()
 

@@ -1,36 +1,83 @@
-"""What makes the tests quicker: fewer searches for garbage, tables of exports, few steps, and no C++ headers."""
+"""What makes the tests quicker: few searches for garbage, tables of exports, few steps, no C++ headers, kernels."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
+import torch.fx
+
 
 def collect_seldom() -> None:
-    """Leave what is there to the end of the process, and look for cycles in what is new a tenth as often.
+    """Leave what is there to the end of the process, and seldom look for cycles in what is new.
 
     Models and libraries are millions of objects that stay, and each search goes through them: an eighth of all time.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 50)
+    gc.set_threshold(500_000, 20, 50)
 
 
 def quick_compiler() -> AbstractContextManager[None]:
     """Let Inductor compile a few small kernels: headers for many, and a look at the CPU, take ten seconds each."""
     import torch._inductor.config
 
-    return torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True})
+    headers = dict.fromkeys(("cpp_cache_precompile_headers", "aot_inductor.precompile_headers"), False)
+    return torch._inductor.config.patch({**headers, "cpp.vec_isa_ok": True})
+
+
+def quick_interpreter() -> None:
+    """Let Triton's interpreter replace the functions of its language once a launch, not in each call in a kernel.
+
+    To find them it goes through a thousand members of the language: a quarter of the time of small kernels. A tenth are
+    the tables of types that it makes for each array.
+    """
+    from triton.language import pointer_type
+    from triton.runtime import interpreter
+
+    replace, replaced = interpreter._patch_lang, None
+
+    def replace_once(function: Any) -> Any:
+        nonlocal replaced
+        if replaced is None:
+            scope, replaced = replace(function), set[str]()
+            scope.restore = partial(ended, scope.restore)
+            return scope
+        # Modules have the language under other names. What a call replaces is not restored.
+        if function.__module__ not in replaced:
+            replaced.add(function.__module__)
+            replace(function)
+        return None
+
+    def ended(restore: Callable[[], None]) -> None:
+        nonlocal replaced
+        replaced = None
+        restore()
+
+    dtype_of = interpreter._get_np_dtype
+    dtype_of_scalar = cache(dtype_of)
+
+    def known_dtype(kind: Any) -> Any:
+        return dtype_of(kind) if isinstance(kind.scalar, pointer_type) else dtype_of_scalar(kind.scalar)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = replace_once, known_dtype
 
 
 def few_steps() -> AbstractContextManager[int]:
     """Let the reconstruction of weights take a quarter of its steps."""
     return patch("quantizer.algorithms.reconstruction._STEPS", 50)
+
+
+def keep_tables() -> None:
+    """Leave the exports of this process quick, as a fixture leaves those of a file."""
+    torch.fx.config.do_not_emit_stack_traces = True
+    for name, kept in tables_of_exports().items():
+        patch(name, kept).start()
 
 
 def tables_of_exports() -> Mapping[str, Any]:

@@ -290,6 +290,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("translated_once")
 @pytest.mark.parametrize("model", ["tiny", pytest.param("as written", marks=pytest.mark.nightly)])
 def test_the_tutorial_of_a_text_classifier(
     model: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

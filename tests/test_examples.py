@@ -88,10 +88,11 @@ def test_a_notebook_is_stored_with_what_it_shows_and_nothing_of_its_machine(path
     assert "picture" in kinds
 
 
-_LONG = ("compare_runs", "quantize_decoder", "quantize_minilm", "train_quantized")
+_LONG = ("compare_runs", "quantize_decoder", "quantize_minilm", "quantize_vision", "train_quantized")
 """Notebooks that run at night alone, with all others, in kernels of their own.
 
-``tests/test_real_model.py`` measures MiniLM, ``tests/report`` and ``tests/sensitivity`` check what its tables show.
+``own_net`` runs each day. ``tests/test_real_model.py`` measures MiniLM, ``tests/runs/test_convert_images.py`` vision
+models, ``tests/report`` and ``tests/sensitivity`` check what the tables show.
 """
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable
+from functools import cache
 from importlib import metadata
 
 from quantizer import __version__
@@ -40,13 +41,19 @@ def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
         packages = (*PACKAGES, *dict.fromkeys(backends), "nncf")
     for package in packages:
         try:
-            versions[package] = metadata.version(package)
+            versions[package] = _version(package)
         except metadata.PackageNotFoundError:
             continue
     # Importing torch only for its version would take seconds.
     if "torch" in versions and "torch" in sys.modules:
         versions["torch"] = str(sys.modules["torch"].__version__)
     return versions
+
+
+@cache
+def _version(package: str) -> str:
+    """Return the installed version of a package; a run asks for all of them at each file that it builds."""
+    return metadata.version(package)
 
 
 def collect_machine() -> dict[str, str | int | float | None]:

@@ -88,8 +88,8 @@ def lower_for_gpu(
         EngineError: the graph does not run.
     """
     module = imported.module
-    sizes = runnable_sizes(module, imported.inputs, usual)
-    types = [value.dtype for _, value in _outputs(module, imported.inputs, sizes)]
+    sizes, values = runnable_sizes(module, imported.inputs, usual)
+    types = [value.dtype for _, value in _outputs(module, values)]
     compute_in_float32(module, imported.inputs)
     fuse_attention(module)
     sign_activations(module)
@@ -105,15 +105,16 @@ def lower_for_gpu(
     if dtype is not torch.float32:
         _store_in_16_bits(module, imported.inputs, sizes, dtype)
         module.graph.eliminate_dead_code()
-    _restore_types(module, _outputs(module, imported.inputs, sizes), types)
+    # Raises if an operator does not take its operands.
+    values = node_values(module, imported.inputs, sizes)
+    _restore_types(module, _outputs(module, values), types)
     drop_unread_constants(module)
     module.graph.lint()
     return sizes, reasons
 
 
-def _outputs(module: OperatorGraph, specs: Sequence[TensorSpec], sizes: InputSizes) -> list[tuple[fx.Node, Tensor]]:
-    """Return the outputs of a graph as tensors without data; raise if an operator does not take its operands."""
-    values = node_values(module, specs, sizes)
+def _outputs(module: OperatorGraph, values: Mapping[fx.Node, Tensor]) -> list[tuple[fx.Node, Tensor]]:
+    """Return the outputs of a graph as tensors without data."""
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     return [(node, values[node]) for node in output.args[0]]
 

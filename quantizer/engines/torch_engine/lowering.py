@@ -116,16 +116,14 @@ _SIZES = ((8, 128), (8, 64), (4, 32), (2, 16), (2, 8), (2, 4), (2, 2))
 
 def runnable_sizes(
     module: OperatorGraph, specs: Sequence[TensorSpec], usual: Mapping[str, int] = MappingProxyType({})
-) -> InputSizes:
-    """Return sizes with which the graph runs."""
+) -> tuple[InputSizes, dict[fx.Node, torch.Tensor]]:
+    """Return sizes with which the graph runs, and its tensors there, as ``node_values`` does."""
     named = [InputSizes(*_SIZES[0], {name: max(size, 2) for name, size in usual.items()})] if usual else []
     for sizes in (*named, *(InputSizes(*pair) for pair in _SIZES)):
         try:
-            node_shapes(module, specs, sizes)
+            return sizes, node_values(module, specs, sizes)
         except EngineError as error:
             last_error = error
-        else:
-            return sizes
     raise last_error
 
 
@@ -525,7 +523,7 @@ def _untransposed(module: OperatorGraph, keys: Any) -> fx.Node | None:
 def lower(imported: Imported, usual: Mapping[str, int] = MappingProxyType({})) -> InputSizes:
     """Lower a graph in place; return sizes with which it runs: the usual sizes if known, by name."""
     module = imported.module
-    sizes = runnable_sizes(module, imported.inputs, usual)
+    sizes, _ = runnable_sizes(module, imported.inputs, usual)
     fuse_attention(module)
     lower_linears(module)
     lower_convolutions(module)
