@@ -57,8 +57,6 @@ from quantizer.utils.files import (
 )
 
 _TOKENS_PER_WORD = 1.4
-FORMS = 3
-"""Number of scored models: float, quantized in PyTorch, and the engine."""
 _BACKWARD = 3
 """Cost of a training step in forward passes."""
 _EXTRA_PASSES = {"plain": 0, "fast": 4, "balanced": 12, "accurate": 15}
@@ -112,7 +110,9 @@ def sample_passes(config: RunConfig, examples: Mapping[str, Sequence[Example]]) 
     """Return the minimum number of forward passes in a run, counted per sample."""
     count = {name: len(part) for name, part in examples.items()}
     passes: float = calibration_passes(config.quantizer.preset, count.get("calibration", 0))
-    passes += FORMS * count.get("evaluation", 0) + count.get("head", 0)
+    # The float model and the engine are scored; with training the quantized model before and after it, too.
+    forms = 2 + (2 if config.qat is not None else int(config.report.diagnose))
+    passes += forms * count.get("evaluation", 0) + count.get("head", 0)
     if config.fallback is not None and config.fallback.max_drop is not None:
         passes += count.get("tuning", 0) * config.fallback.evaluations
     if config.qat is not None:

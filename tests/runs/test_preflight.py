@@ -58,7 +58,7 @@ def test_a_run_that_can_start(values: dict[str, Any], tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     ready = _ready(values, tmp_path)
     assert not ready.notes
-    assert ready.estimate.startswith("time: unknown before a first run; at least 280 samples of about ")
+    assert ready.estimate.startswith("time: unknown before a first run; at least 256 samples of about ")
     assert " GiB, for 5 copies of 0.0 M parameters in float32" in ready.estimate
     # The same each time: no measurement is in it.
     assert _ready(values, tmp_path).estimate == ready.estimate
@@ -176,11 +176,13 @@ def test_a_sweep_looks_into_its_folder_once(
 def test_passes_are_counted_by_what_a_run_does(values: dict[str, Any], tmp_path: Path) -> None:
     config = _config(values, tmp_path)
     rows = {"calibration": [1] * 16, "evaluation": [1] * 24}
-    assert sample_passes(config, rows) == (1 + 12) * 16 + 3 * 24  # type: ignore[arg-type]
+    assert sample_passes(config, rows) == (1 + 12) * 16 + 2 * 24  # type: ignore[arg-type]
+    diagnosed = _config({**values, "report": {"diagnose": True}}, tmp_path)
+    assert sample_passes(diagnosed, rows) == 13 * 16 + 3 * 24  # type: ignore[arg-type]
     values |= {"amp": {}, "fallback": {"max_drop": 0.01, "max_evaluations": 5}}
     values["data"]["tuning"] = {"name": "text-csv", "path": str(tmp_path / "tuning.csv")}
     searched = _config(values, tmp_path)
-    assert sample_passes(searched, {**rows, "tuning": [1] * 10}) == 13 * 16 + 3 * 24 + 50  # type: ignore[arg-type]
+    assert sample_passes(searched, {**rows, "tuning": [1] * 10}) == 13 * 16 + 2 * 24 + 50  # type: ignore[arg-type]
 
 
 def test_no_estimate_without_weights(values: dict[str, Any], tmp_path: Path) -> None:
