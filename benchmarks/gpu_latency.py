@@ -32,7 +32,8 @@ from transformers import BertConfig, BertModel
 
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, load_engine
-from quantizer.engines.torch_engine.gpu_engine import GpuEngine, engine_on, load_on_gpu
+from quantizer.engines.torch_engine.gpu_engine import GpuEngine, engine_on
+from quantizer.engines.torch_engine.gpu_file import load_on_gpu
 from quantizer.engines.torch_engine.kernel_plan import KernelPlan
 from quantizer.errors import QuantizerError
 from quantizer.tasks.metrics import sqnr_db

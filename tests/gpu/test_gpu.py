@@ -197,7 +197,7 @@ def test_an_engine_whose_kernels_read_and_write_8_bits(device: str, tmp_path: Pa
     model = tiny("bert")
     q = make_calibrated(model, _batches("cpu"), backend="torch")
     path = q.export(q.quantize(model), tmp_path / "m.onnx", batch("bert"))
-    engine, reference = load_engine("torch", path, device=device), engine_on(path, "cpu", triton=False)
+    engine, reference = load_engine("torch-cuda", path), engine_on(path, "cpu", triton=False)
     assert [kernel.fallback for kernel in engine.plan.kernels if kernel.fallback] == []
     inputs = {name: value.numpy() for name, value in batch("bert", seed=9).items()}
     expected = reference(inputs)
