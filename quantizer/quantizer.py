@@ -352,7 +352,7 @@ class Quantizer:
         with ordinary_tensors():
             return self._session.frozen(module_of(model))
 
-    def for_backend(self, name: str, *, ranges: str | None = None) -> Quantizer:
+    def for_backend(self, name: str, *, ranges: str | None = None, dtype: str | None = None) -> Quantizer:
         """Return a quantizer for another backend that reuses this calibration, so no data is needed.
 
         Example::
@@ -370,6 +370,7 @@ class Quantizer:
         Args:
             name: the backend.
             ranges: ``static`` or ``dynamic``, in place of ``activations.ranges``.
+            dtype: ``int8`` or ``fp8``, in place of ``dtype``.
 
         Raises:
             ConfigError: the backend is unknown, or does not support a format of the configuration.
@@ -378,7 +379,8 @@ class Quantizer:
         """
         with ordinary_tensors():
             activations = self.config.activations.model_dump() | ({"ranges": ranges} if ranges else {})
-            other = Quantizer(self.config, backend=name, activations=activations)
+            formats = {"dtype": dtype} if dtype else {}
+            other = Quantizer(self.config, backend=name, activations=activations, **formats)
             check_formats(other.config)
             other._session.inherit_from(self._session, self.config.backend)
             warn_user(self._unobserved_results(other.config))

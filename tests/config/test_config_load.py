@@ -73,7 +73,7 @@ def test_three_faults_at_once(write: Write) -> None:
         "good.yaml:4: data.calibration.samples: got the text '128'; expected a whole number, at least 1, or null; "
         "YAML reads this as text: write 128, without quotes",
         "good.yaml:7: quantizer.backend: got the text 'tensort'; expected 'auto', 'tensorrt', 'tensorrt-rtx', "
-        "'openvino', 'openvino-avx2', 'onnxruntime', 'onnxruntime-avx2', 'torch' or 'torch-avx2'; did you mean "
+        "'openvino', 'openvino-avx2', 'onnxruntime', 'onnxruntime-avx2', 'torch', 'torch-avx2' or 'torch-cuda'; did you mean "
         "'tensorrt'?",
         "good.yaml:8: amp.batchs: unknown key; expected one of measure, granularity, batches; did you mean 'batches'?",
     ]
@@ -584,7 +584,7 @@ def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
     path = write("backend: tensort\nsites: {linear: 1}\n")
     assert _problems(lambda: quantizer_config(path, exclude={"name": []}, bakend="x")) == [
         "good.yaml:1: backend: got the text 'tensort'; expected 'auto', 'tensorrt', 'tensorrt-rtx', 'openvino', "
-        "'openvino-avx2', 'onnxruntime', 'onnxruntime-avx2', 'torch' or 'torch-avx2'; did you mean 'tensorrt'?",
+        "'openvino-avx2', 'onnxruntime', 'onnxruntime-avx2', 'torch', 'torch-avx2' or 'torch-cuda'; did you mean 'tensorrt'?",
         "good.yaml:2: sites.linear: got the whole number 1; expected true or false",
         "keyword 'exclude': exclude.name: unknown key; expected one of module_types, names, sites; "
         "did you mean 'names'?",
