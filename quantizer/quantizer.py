@@ -25,7 +25,7 @@ from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.config.schema import check_formats
 from quantizer.diagnose import Diagnoses, diagnose_groups
 from quantizer.errors import CalibrationError, QuantizerError, SensitivityError
-from quantizer.model_session import ModelSession, for_this_cpu
+from quantizer.model_session import ModelSession, for_this_machine
 from quantizer.observe.float16_simulation import simulate
 from quantizer.plan.coverage import Coverage, Ranges
 from quantizer.plan.histograms import OperandHistogram, histogram_of
@@ -77,7 +77,7 @@ class Quantizer:
     def __init__(
         self, source: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None, **keywords: Any
     ) -> None:
-        self.config = for_this_cpu(quantizer_config(source, **keywords))
+        self.config = for_this_machine(quantizer_config(source, **keywords))
         self._session = ModelSession(self.config)
         self.ranked: Sensitivity | None = None
 

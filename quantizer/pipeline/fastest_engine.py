@@ -29,7 +29,8 @@ from quantizer.algorithms.make_plan import keeps_batches, replays_batches
 from quantizer.config import QuantizerConfig, RunConfig
 from quantizer.config.layouts import needs_static
 from quantizer.engines import Engine, Inspection, interleaved_latency
-from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
+from quantizer.engines.candidates import usable_backends
+from quantizer.engines.for_this_cpu import Variant, cpu_variants
 from quantizer.engines.measure import clock_beside_others, is_disturbed, shortest
 from quantizer.errors import EngineError, LostRankError, QuantizerError
 from quantizer.pipeline.context import engine_inputs
@@ -39,6 +40,7 @@ from quantizer.report import collect_machine, text
 from quantizer.report.record import TIE, Candidate, EngineChoice
 from quantizer.settings import settings_of
 from quantizer.tasks import Batch
+from quantizer.utils import gpu
 from quantizer.utils.cpu import cpu_flags, has_vnni, saturates
 from quantizer.utils.distributed import alone, get_world_size
 from quantizer.utils.sizes import DataSizes
@@ -113,6 +115,7 @@ def choose(
         raise EngineError(f"no engine is correct and runs on this machine: {reasons}")
     ran = _without_noise(ran, list(candidates).index, float_work)
     best = ran[0]
+    is_on_gpu = profile(best.backend).device == "cuda"
     slower = [replace(candidate, verdict=f"{text.times(candidate.times_of(best))} the time") for candidate in ran[1:]]
     for candidate in sorted(slow, key=lambda candidate: candidate.times_of(best)):
         sizes = " and ".join(shapes[: len(candidate.milliseconds)])
@@ -123,7 +126,8 @@ def choose(
         )
     return EngineChoice(
         headline=_headline(ran),
-        instructions=str(collect_machine()["instructions"] or "") or None,
+        instructions=None if is_on_gpu else str(collect_machine()["instructions"] or "") or None,
+        gpu=gpu.description() if is_on_gpu else None,
         shapes=tuple(shapes),
         candidates=(replace(best, verdict="chosen"), *slower, *failures),
         missing=tuple(missing),
@@ -261,8 +265,10 @@ def _headline(ran: Sequence[Candidate]) -> str:
     quantized = [candidate for candidate in ran if not candidate.is_float]
     if best.is_float and quantized:
         times = quantized[0].times_of(best)
+        is_on_gpu = profile(best.backend).device == "cuda"
+        formats, where = ("INT8 or FP8", "this GPU") if is_on_gpu else ("INT8", "this CPU")
         return (
-            f"no INT8 engine is {'clearly ' if times < 1 else ''}faster than float on this CPU, so {best.name} is "
+            f"no {formats} engine is {'clearly ' if times < 1 else ''}faster than float on {where}, so {best.name} is "
             f"delivered: {quantized[0].name} takes {text.times(times)} its time"
         )
     sentence = (
@@ -275,7 +281,7 @@ def bound(choice: EngineChoice, inspect: Callable[[Candidate], Inspection]) -> E
     """Return the choice; if float won over INT8, its headline says where the fastest INT8 engine spends its time."""
     best, *others = choice.candidates
     slower = [entry for entry in others if not entry.is_float and len(entry.milliseconds) == len(choice.shapes)]
-    if not best.is_float or not slower:
+    if not best.is_float or not slower or choice.gpu is not None:
         return choice
     try:
         shares = inspect(slower[0]).shares
@@ -298,15 +304,38 @@ def _what_it_lacks() -> str:
     return " has no instructions for INT8: neither AVX2 nor VNNI" if flags and flags.isdisjoint(_INT8_FLAGS) else ""
 
 
-Calibrated: TypeAlias = dict[tuple[str, bool], Quantizer]
-"""Quantizers of one calibration by (backend, dynamic ranges); the calibrated one comes first."""
+PlanKey: TypeAlias = tuple[str, str | None, bool]
+"""What the plan of a quantizer is for: backend, format, and whether ranges are dynamic."""
+
+Calibrated: TypeAlias = dict[PlanKey, Quantizer]
+"""Quantizers of one calibration; the calibrated one comes first."""
+
+
+def plan_key(variant: Variant) -> PlanKey:
+    """Return the key of a quantized variant's plan."""
+    return variant.backend, variant.dtype, variant.dynamic
+
+
+def candidates_of(config: RunConfig, candidates: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the backends to try on the device of a configuration's backend, and why others do not run."""
+    return usable_backends(candidates, profile(config.quantizer.backend).device)
 
 
 def variants_of(config: RunConfig, candidates: Sequence[str]) -> Sequence[Variant]:
-    """Return the engine variants to try; without names, all for this CPU."""
-    settings = config.quantizer
+    """Return the engine variants to try; without names, all for the device."""
+    settings, (names, _) = config.quantizer, candidates_of(config, candidates)
+    if profile(settings.backend).device == "cuda":
+        from quantizer.engines.for_this_gpu import gpu_variants
+
+        dtypes = (settings.dtype,) if "dtype" in settings.model_fields_set else ("int8", "fp8")
+        return gpu_variants(
+            names,
+            dtypes=dtypes if config.quantize else (),
+            precision=config.engine.inference_precision,
+            compiled=config.engine.compiled,
+        )
     return cpu_variants(
-        cpu_candidates(candidates)[0],
+        names,
         dtype=settings.dtype if config.quantize else None,
         precision=config.engine.inference_precision,
         # QAT trains the ranges, and some layouts have no others than those of calibration.
@@ -323,28 +352,34 @@ def for_all_variants(config: RunConfig, calibrated: Quantizer, candidates: Seque
 
     All processes choose ranges together. A single process makes each quantizer when it tries the engine.
     """
-    quantizers = {(calibrated.config.backend, False): calibrated}
+    quantizers: Calibrated = {(calibrated.config.backend, calibrated.config.dtype, False): calibrated}
     for variant in variants_of(config, candidates) if get_world_size() > 1 else ():
-        if variant.dtype is not None and (variant.backend, False) not in quantizers:
+        key = (variant.backend, variant.dtype, False)
+        if variant.dtype is not None and key not in quantizers:
             try:
-                quantizer = calibrated.for_backend(variant.backend)
+                quantizer = calibrated.for_backend(variant.backend, dtype=variant.dtype)
                 _ = quantizer.plan
             except LostRankError:
                 raise
             except FAILURES:
                 # The error is reported when the engine is tried.
                 continue
-            quantizers[variant.backend, False] = quantizer
+            quantizers[key] = quantizer
     return quantizers
 
 
 def quantizer_of(config: RunConfig, calibrated: Calibrated) -> Quantizer:
     """Return the quantizer of the configuration that another process chose."""
-    name, dynamic = config.quantizer.backend, config.quantizer.activations.ranges == "dynamic"
-    if (name, dynamic) in calibrated:
-        return calibrated[name, dynamic]
+    name, dtype, dynamic = key = (
+        config.quantizer.backend,
+        config.quantizer.dtype,
+        config.quantizer.activations.ranges == "dynamic",
+    )
+    if key in calibrated:
+        return calibrated[key]
     with alone():
-        quantizer = next(iter(calibrated.values())).for_backend(name, ranges="dynamic" if dynamic else None)
+        first, ranges = next(iter(calibrated.values())), "dynamic" if dynamic else None
+        quantizer = first.for_backend(name, ranges=ranges, dtype=dtype)
         # Plan now, because this needs no other process.
         _ = quantizer.plan
     return quantizer

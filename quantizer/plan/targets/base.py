@@ -332,6 +332,13 @@ class TargetProfile:
         return dtype
 
     @property
+    def float_model_dtype(self) -> torch.dtype:
+        """The type of the ONNX file of a float model, which a backend with ``inference_precisions`` casts itself."""
+        import torch
+
+        return torch.float32 if self.inference_precisions else self.torch_dtype
+
+    @property
     def rule(self) -> str:
         """The rule that the coverage shows for decisions of this profile."""
         return RuleKind.TARGET.text(key=self.name)
