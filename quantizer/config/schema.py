@@ -109,8 +109,8 @@ class EngineConfig(Section):
     inference_precision: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
         description="Precision of non-quantized operations. OpenVINO: 'float32' or 'bfloat16'; null: float32. "
-        "torch-cuda: 'float16' or 'bfloat16'; null: the type of the ONNX file. Other backends always use the types of "
-        "the file.",
+        "torch-cuda: 'float16' or 'bfloat16'; null: float16, or bfloat16 for a file in bfloat16. Others use the types "
+        "of the ONNX file.",
     )
     compiled: bool | None = Field(
         default=None,

@@ -79,6 +79,7 @@ from quantizer.proxy.lower import Lowering, lower
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import Candidate, EngineChoice
 from quantizer.tasks import Batch, batch_shape
+from quantizer.utils import gpu
 from quantizer.utils.cpu import has_vnni
 from quantizer.utils.files import NO_STORE
 from quantizer.utils.progress import counted
@@ -206,7 +207,8 @@ def pick_backend(
         if len(shapes) < len(batches):
             context.timer.tell(f"not timed at {' and '.join(map(_shape, batches[len(shapes) :]))}: {budget}")
         all_candidates = [*(entry.candidate for entry in correct.values()), *rejected]
-        choice = choose(all_candidates, shapes, missing, maker.float_work())
+        where = gpu.description() if maker.is_on_gpu else None
+        choice = choose(all_candidates, shapes, missing, maker.float_work(), where)
         choice = bound(choice, lambda candidate: _inspected(context, config, correct[candidate.name]))
         choice = maker.scored(choice, correct)
         best = correct[choice.candidates[0].name]
@@ -244,7 +246,7 @@ def _time(
     graphs: Graphs,
     budget: _Budget,
     *,
-    on_gpu: bool,
+    on_gpu: bool = False,
 ) -> list[str]:
     """Time the candidates at each size, and return the names of the sizes; without time left, at the first two.
 

@@ -40,7 +40,6 @@ from quantizer.report import collect_machine, text
 from quantizer.report.record import TIE, Candidate, EngineChoice
 from quantizer.settings import settings_of
 from quantizer.tasks import Batch
-from quantizer.utils import gpu
 from quantizer.utils.cpu import cpu_flags, has_vnni, saturates
 from quantizer.utils.distributed import alone, get_world_size
 from quantizer.utils.sizes import DataSizes
@@ -93,6 +92,7 @@ def choose(
     shapes: Sequence[str],
     missing: Sequence[str],
     float_work: Collection[str] = (),
+    gpu: str | None = None,
 ) -> EngineChoice:
     """Return the choice of the fastest candidate, by the geometric mean of latency ratios over all sizes.
 
@@ -102,8 +102,9 @@ def choose(
         candidates: all candidates in the order of trial. Failed ones have no latencies and a reason in ``verdict``.
             Those that were too slow have the latencies of the first sizes.
         shapes: the names of the sizes.
-        missing: packages that are not installed.
+        missing: backends that do not run here, with the reasons.
         float_work: the backends whose quantized engines have multiply-adds in floating point, which gain from BF16.
+        gpu: the GPU that the candidates run on; None: they run on the CPU.
     """
     ran = sorted(
         (candidate for candidate in candidates if len(candidate.milliseconds) == len(shapes) > 0), key=_mean_time
@@ -115,7 +116,6 @@ def choose(
         raise EngineError(f"no engine is correct and runs on this machine: {reasons}")
     ran = _without_noise(ran, list(candidates).index, float_work)
     best = ran[0]
-    is_on_gpu = profile(best.backend).device == "cuda"
     slower = [replace(candidate, verdict=f"{text.times(candidate.times_of(best))} the time") for candidate in ran[1:]]
     for candidate in sorted(slow, key=lambda candidate: candidate.times_of(best)):
         sizes = " and ".join(shapes[: len(candidate.milliseconds)])
@@ -125,9 +125,9 @@ def choose(
             )
         )
     return EngineChoice(
-        headline=_headline(ran),
-        instructions=None if is_on_gpu else str(collect_machine()["instructions"] or "") or None,
-        gpu=gpu.description() if is_on_gpu else None,
+        headline=_headline(ran, gpu),
+        instructions=None if gpu is not None else str(collect_machine()["instructions"] or "") or None,
+        gpu=gpu,
         shapes=tuple(shapes),
         candidates=(replace(best, verdict="chosen"), *slower, *failures),
         missing=tuple(missing),
@@ -258,15 +258,14 @@ def _mean_time(candidate: Candidate) -> float:
     return math.exp(sum(map(math.log, candidate.milliseconds)) / len(candidate.milliseconds))
 
 
-def _headline(ran: Sequence[Candidate]) -> str:
+def _headline(ran: Sequence[Candidate], gpu: str | None) -> str:
     """Return a sentence on the fastest candidate and the fastest float candidate."""
     best = ran[0]
     floats = [candidate for candidate in ran if candidate.is_float]
     quantized = [candidate for candidate in ran if not candidate.is_float]
     if best.is_float and quantized:
         times = quantized[0].times_of(best)
-        is_on_gpu = profile(best.backend).device == "cuda"
-        formats, where = ("INT8 or FP8", "this GPU") if is_on_gpu else ("INT8", "this CPU")
+        formats, where = ("INT8", "this CPU") if gpu is None else ("INT8 or FP8", "this GPU")
         return (
             f"no {formats} engine is {'clearly ' if times < 1 else ''}faster than float on {where}, so {best.name} is "
             f"delivered: {quantized[0].name} takes {text.times(times)} its time"
