@@ -26,6 +26,7 @@ from quantizer.engines.torch_engine.gpu_engine import create_on, engine_of, engi
 from quantizer.engines.torch_engine.gpu_lowering import lower_for_gpu
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.errors import EngineError, MissingDependencyError
+from quantizer.export.exporter import export_onnx
 from quantizer.export.onnx_import.importer import import_onnx
 from quantizer.numerics.triton_kernels.tiles import (
     FLOAT16,
@@ -338,6 +339,19 @@ def test_the_precision_of_each_layer(path: Path, fp8_path: Path, kind: str) -> N
     assert len(norms) == (5 if kind == "int8" else 3)
     assert all(layer.readers for layer in norms[:-1])
     assert found.low_share() == pytest.approx(0.889 if kind == "int8" else 0.875, abs=0.02)
+
+
+@pytest.mark.usefixtures("gpu_stand_in")
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_an_engine_of_a_float_model(tmp_path: Path, precision: str) -> None:
+    model = tiny("bert")
+    model.encoder.layer = model.encoder.layer[:1]
+    path = export_onnx(model, tmp_path / "m.onnx", batch("bert"), opset=20, dtype=torch.float32)
+    options = BuildOptions(dynamic=RANGES, inference_precision=precision, compiled=False)
+    engine = load_engine("torch-cuda", build_engine("torch-cuda", path, tmp_path / "m.engine", options).path)
+    with torch.no_grad():
+        expected = model(**batch("bert", seed=9)).last_hidden_state
+    assert sqnr_db(expected.numpy(), _outputs(engine)) > (55 if precision == "float16" else 40)
 
 
 def test_options_that_a_gpu_engine_lacks(path: Path, tmp_path: Path) -> None:
