@@ -11,18 +11,20 @@ import pytest
 import torch
 import yaml
 from gpu_stand_in import NAME, gpu_stand_in
+from rich.console import Console
 from torch import Tensor, nn
 
 for _package in ("onnx", "onnxscript", "jinja2"):
     pytest.importorskip(_package, reason="quantize_model needs enginequant[onnx,report]")
 
 import quantizer
+from quantizer.config.schema import check_run
 from quantizer.engines import for_this_gpu
 from quantizer.engines.candidates import usable_backends
 from quantizer.engines.for_this_gpu import gpu_candidates, gpu_variants
 from quantizer.engines.torch_engine import gpu_file
-from quantizer.errors import ConfigError, EngineError
-from quantizer.pipeline import choose_engine
+from quantizer.errors import ConfigError, EngineError, QuantizerError
+from quantizer.pipeline import choose_engine, convert_options
 from quantizer.pipeline.quantize_model import _device_of
 from quantizer.utils import gpu
 
@@ -205,6 +207,51 @@ def test_devices_that_differ() -> None:
         _quantized(backend="torch-cuda", device="cpu")
     with pytest.raises(EngineError, match="auto compares engines on one device, but tensorrt runs on a GPU and the"):
         _quantized(backend=["openvino", "tensorrt"], device=None)
+
+
+def test_an_engine_for_a_gpu_is_built_without_one() -> None:
+    result = _quantized(backend="torch-cuda", device=None)
+    record = result.record
+    assert (record.engine.backend, record.choice, record.latency) == ("torch-cuda", None, None)
+    assert record.engine.verified.startswith("not verified")
+    assert "not verified: an engine of torch-cuda needs an NVIDIA GPU, which this machine lacks" in " ".join(
+        result.summary().split()
+    )
+    with pytest.raises(EngineError, match="torch sees no NVIDIA GPU on this machine; use backend torch for the CPU"):
+        _ = result.engine
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_device_is_an_option_of_convert(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"model": "my_pkg.net:build", "inputs": "my_pkg.net:batches", "output": tmp_path, "device": device}
+    (config,) = convert_options.conversion_configs({**given, "quantization": True}, function=True)
+    assert (config.engine.device, config.quantizer.backend) == (device, "auto")
+    check_run(config)
+    settings: dict[str, Any] = {}
+
+    def stopped(*_: Any, **given: Any) -> Any:
+        settings.update(given)
+        raise QuantizerError("far enough")
+
+    for name in ("from_onnx", "array_batches"):
+        monkeypatch.setattr(convert_options, name, lambda *_, **__: [])
+    monkeypatch.setattr(convert_options, "quantize_model", stopped)
+    of_onnx = {"model": "net.onnx", "output": tmp_path / "out", "quantization": True, "calibration": "data.npz"}
+    with pytest.raises(QuantizerError, match="far enough"):
+        convert_options.convert_onnx({**of_onnx, "device": device}, False, Console())
+    assert settings["device"] == device
+
+
+def test_formats_of_a_gpu_are_checked_for_its_backends(tmp_path: Path) -> None:
+    given = {"model": "my_pkg.net:build", "inputs": "my_pkg.net:batches", "output": tmp_path, "dtype": "fp8"}
+    for device, words in (("cuda", []), ("cpu", ["openvino"])):
+        settings = {**given, "device": device, "quantization": True}
+        (config,) = convert_options.conversion_configs(settings, function=True)
+        if words:
+            with pytest.raises(ConfigError, match=words[0]):
+                check_run(config)
+        else:
+            check_run(config)
 
 
 def test_variants(patch: pytest.MonkeyPatch) -> None:
