@@ -316,14 +316,14 @@ def plan_key(variant: Variant) -> PlanKey:
 
 
 def candidates_of(config: RunConfig, candidates: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the backends to try on the device of a configuration's backend, and why others do not run."""
-    return usable_backends(candidates, profile(config.quantizer.backend).device)
+    """Return the backends to try on the device of a configuration, and why others do not run."""
+    return usable_backends(candidates, config.quantizer.target_on(config.engine.device or "cpu").device)
 
 
 def variants_of(config: RunConfig, candidates: Sequence[str]) -> Sequence[Variant]:
     """Return the engine variants to try; without names, all for the device."""
     settings, (names, _) = config.quantizer, candidates_of(config, candidates)
-    if profile(settings.backend).device == "cuda":
+    if profile(names[0]).device == "cuda":
         from quantizer.engines.for_this_gpu import gpu_variants
 
         dtypes = (settings.dtype,) if "dtype" in settings.model_fields_set else ("int8", "fp8")
