@@ -367,13 +367,17 @@ _ON_A_CPU = """
 import sys
 from pathlib import Path
 from quantizer.engines import BuildOptions, build_engine, load_engine
+from quantizer.engines.candidates import usable_backends
+import quantizer.pipeline.quantize_model
 
 path, engine = map(Path, sys.argv[1:])
 build_engine("torch", path, engine, BuildOptions(compiled=False))
 for file in (path, engine):
     load_engine("torch", file)
-engines = "quantizer.engines.torch_engine"
-names = (f"{engines}.gpu", f"{engines}.kernel_plan", "quantizer.numerics.triton")
+usable_backends(["torch"])
+engines = "quantizer.engines"
+names = (f"{engines}.torch_engine.gpu", f"{engines}.torch_engine.kernel_plan", f"{engines}.for_this_gpu")
+names += ("quantizer.numerics.triton",)
 print([name for name in sys.modules if name.startswith(names)])
 """
 
