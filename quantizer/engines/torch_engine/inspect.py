@@ -65,9 +65,10 @@ _PRECISIONS = {
     torch.uint8: "int8",
     torch.float8_e4m3fn: "fp8",
 }
-_GPU_LINEAR = "quantizer.linear_8bit"
+_GPU_LINEAR, _GPU_ATTENTION = "quantizer.linear_8bit", "quantizer.padded_attention"
 _GPU_ROLES = {
     _GPU_LINEAR: "product",
+    _GPU_ATTENTION: "attention",
     "quantizer.norm_8bit": "normalization",
     "quantizer.embedding_norm_8bit": "normalization",
     "quantizer.quantize_8bit": "quantizer",
@@ -177,7 +178,7 @@ def _work(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> int | None:
         return convolution_work(
             shapes[1], shapes[0][1] if transposed else output[1], shapes[0] if transposed else output
         )
-    if is_call(node, aten.scaled_dot_product_attention.default):
+    if is_call(node, aten.scaled_dot_product_attention.default) or _operator(node) == _GPU_ATTENTION:
         query, key, value = shapes
         return attention_work(query, key, value, output)
     return None
