@@ -34,7 +34,8 @@ from transformers.masking_utils import eager_mask
 
 from quantizer import Quantizer
 from quantizer.engines import BuildOptions, build_engine, load_engine
-from quantizer.engines.torch_engine.gpu_engine import GpuEngine, engine_on, load_on_gpu
+from quantizer.engines.torch_engine.gpu_engine import GpuEngine, engine_on
+from quantizer.engines.torch_engine.gpu_file import load_on_gpu
 from quantizer.engines.torch_engine.gpu_operators import OPERATORS
 from quantizer.engines.torch_engine.kernel_plan import KernelPlan
 from quantizer.errors import QuantizerError

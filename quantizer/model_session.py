@@ -42,16 +42,16 @@ from quantizer.utils.sizes import DataSizes
 from quantizer.utils.torch_modes import ordinary_tensors
 
 
-def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
-    """Return the configuration with an installed backend for this CPU in place of ``auto``.
+def for_this_machine(config: QuantizerConfig) -> QuantizerConfig:
+    """Return the configuration with a backend in place of ``auto``: for this CPU, or the first of the candidates.
 
     Unlike ``quantizer run`` and ``quantizer convert``, a ``Quantizer`` does not compare engines.
     """
     if config.backend != AUTO:
         return config
-    from quantizer.engines.for_this_cpu import cpu_candidates
+    from quantizer.engines.candidates import usable_backends
 
-    return config.model_copy(update={"backend": cpu_candidates(config.candidates)[0][0], "candidates": ()})
+    return config.model_copy(update={"backend": usable_backends(config.candidates)[0][0], "candidates": ()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -25,7 +25,7 @@ from quantizer.config import QuantizerConfig, quantizer_config
 from quantizer.config.schema import check_formats
 from quantizer.diagnose import Diagnoses, diagnose_groups
 from quantizer.errors import CalibrationError, QuantizerError, SensitivityError
-from quantizer.model_session import ModelSession, for_this_cpu
+from quantizer.model_session import ModelSession, for_this_machine
 from quantizer.observe.float16_simulation import simulate
 from quantizer.plan.coverage import Coverage, Ranges
 from quantizer.plan.histograms import OperandHistogram, histogram_of
@@ -77,7 +77,7 @@ class Quantizer:
     def __init__(
         self, source: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None, **keywords: Any
     ) -> None:
-        self.config = for_this_cpu(quantizer_config(source, **keywords))
+        self.config = for_this_machine(quantizer_config(source, **keywords))
         self._session = ModelSession(self.config)
         self.ranked: Sensitivity | None = None
 
@@ -352,7 +352,7 @@ class Quantizer:
         with ordinary_tensors():
             return self._session.frozen(module_of(model))
 
-    def for_backend(self, name: str, *, ranges: str | None = None) -> Quantizer:
+    def for_backend(self, name: str, *, ranges: str | None = None, dtype: str | None = None) -> Quantizer:
         """Return a quantizer for another backend that reuses this calibration, so no data is needed.
 
         Example::
@@ -370,6 +370,7 @@ class Quantizer:
         Args:
             name: the backend.
             ranges: ``static`` or ``dynamic``, in place of ``activations.ranges``.
+            dtype: ``int8`` or ``fp8``, in place of ``dtype``.
 
         Raises:
             ConfigError: the backend is unknown, or does not support a format of the configuration.
@@ -378,7 +379,8 @@ class Quantizer:
         """
         with ordinary_tensors():
             activations = self.config.activations.model_dump() | ({"ranges": ranges} if ranges else {})
-            other = Quantizer(self.config, backend=name, activations=activations)
+            formats = {"dtype": dtype} if dtype else {}
+            other = Quantizer(self.config, backend=name, activations=activations, **formats)
             check_formats(other.config)
             other._session.inherit_from(self._session, self.config.backend)
             warn_user(self._unobserved_results(other.config))

@@ -81,9 +81,12 @@ command succeeds."""
         target.add_argument(
             "--backend",
             nargs="+",
-            help="one or more of openvino, onnxruntime (each also with -avx2, for CPUs without VNNI), tensorrt and "
-            "tensorrt-rtx, all from one calibration; or auto: the fastest correct engine on this CPU, quantized "
-            "or float, among all backends or those named after auto (default: auto)",
+            help="one or more of openvino, onnxruntime, torch (each also with -avx2, for CPUs without VNNI), tensorrt, "
+            "tensorrt-rtx and torch-cuda, all from one calibration; or auto: the fastest correct engine on the device, "
+            "quantized or float, among all backends or those named after auto (default: auto)",
+        )
+        target.add_argument(
+            "--device", help="device of the engines that auto compares: cpu, or cuda for the GPU (default: cpu)"
         )
         target.add_argument("--dtype", help="number format, int8 or fp8 (default: int8)")
         target.add_argument(
@@ -111,7 +114,8 @@ command succeeds."""
         target.add_argument(
             "--inference-precision",
             metavar="TYPE",
-            help="precision of non-quantized operations in openvino: float32 or bfloat16 (default: float32)",
+            help="precision of non-quantized operations: float32 or bfloat16 in openvino (default: float32), float16 "
+            "or bfloat16 in torch-cuda (default: float16)",
         )
         target.add_argument("--threads", type=int, help="CPU threads for checks and benchmarks (default: 1)")
         target.add_argument(

@@ -508,15 +508,15 @@ class QuantizerConfig(Section):
     )
     backend: Annotated[str, AfterValidator(_BACKENDS.check), _BACKENDS] = Field(
         default="tensorrt",
-        description="Backend that runs the quantized model. 'auto' is the fastest backend on this CPU: a run "
-        "benchmarks them. A list such as [openvino, torch] restricts 'auto' to these. Names with '-avx2' are "
-        "for x86 CPUs without VNNI and use 7-bit weights. Run files, `quantizer convert` and quantize_model "
-        "default to 'auto'; Quantizer defaults to 'tensorrt'.",
+        description="Backend that runs the quantized model. 'auto' is the fastest backend on this CPU, or on the GPU "
+        "with engine.device: cuda: a run benchmarks them. A list such as [openvino, torch] or [tensorrt, torch-cuda] "
+        "restricts 'auto' to these. Names with '-avx2' are for x86 CPUs without VNNI and use 7-bit weights. Run "
+        "files, `quantizer convert` and quantize_model default to 'auto'; Quantizer defaults to 'tensorrt'.",
     )
     candidates: Annotated[tuple[str, ...], BeforeValidator(tuple_from_list), AfterValidator(_checked_candidates)] = (
         Field(
             default=(),
-            description="Backends that 'auto' chooses from. Empty: all that support this CPU.",
+            description="Backends that 'auto' chooses from. Empty: all that support the device.",
             # Meaningless next to a single backend, which every saved quantizer has.
             exclude_if=lambda names: not names,
         )
@@ -578,8 +578,13 @@ class QuantizerConfig(Section):
 
     @property
     def target(self) -> TargetProfile:
-        """The profile of the backend with ``fallback_dtype``; for ``auto``, the profile of OpenVINO."""
-        return profile("openvino" if self.backend == AUTO else self.backend, self.fallback_dtype)
+        """The profile of the backend with ``fallback_dtype``; for ``auto``, a profile of the candidates' device."""
+        return self.target_on(profile(self.candidates[0]).device if self.candidates else "cpu")
+
+    def target_on(self, device: Literal["cpu", "cuda"]) -> TargetProfile:
+        """Return the profile of the backend; for ``auto``, that of OpenVINO, or of torch-cuda on a GPU."""
+        of_auto = {"cpu": "openvino", "cuda": "torch-cuda"}
+        return profile(of_auto[device] if self.backend == AUTO else self.backend, self.fallback_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain values, with ``quant_method`` for transformers."""

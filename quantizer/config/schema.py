@@ -6,7 +6,7 @@ The file also checks a configuration against the profile of its target, before a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import (
@@ -41,7 +41,7 @@ from quantizer.config.quantizer_section import (
 from quantizer.errors import ConfigError
 from quantizer.numerics.formats import UINT8, Format, QType, impossible, least_opset_of, qtype
 from quantizer.plan.reasons import RuleKind
-from quantizer.plan.targets.base import engine_problems
+from quantizer.plan.targets.base import AUTO, engine_problems, profile
 from quantizer.plan.targets.clients import OF_MODULES
 from quantizer.utils.registry import TASKS_OF_RECORDINGS
 
@@ -100,9 +100,16 @@ class EngineConfig(Section):
         description="Compute capability of the GPUs to build for ahead of time, such as 'sm89', or a list for one "
         "engine with several. null: the GPU of this machine.",
     )
-    inference_precision: Literal["float32", "bfloat16"] | None = Field(
+    device: Literal["cpu", "cuda"] | None = Field(
         default=None,
-        description="Precision of OpenVINO's non-quantized operations. null: float32. Other backends use the types "
+        description="Device of the engines that backend 'auto' compares: 'cpu', or 'cuda' for the NVIDIA GPU of this "
+        "machine. null: the device of the named backends, else the CPU; in quantize_model the device of the model's "
+        "parameters.",
+    )
+    inference_precision: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="Precision of non-quantized operations. OpenVINO: 'float32' or 'bfloat16'; null: float32. "
+        "torch-cuda: 'float16' or 'bfloat16'; null: float16, or bfloat16 for a file in bfloat16. Others use the types "
         "of the ONNX file.",
     )
     compiled: bool | None = Field(
@@ -466,7 +473,8 @@ def check_run(config: RunConfig) -> None:
         ConfigError: a list of all formats, precisions, compute capabilities, options and layouts that the target, the
             opset or the task does not support.
     """
-    target = config.quantizer.target
+    named = config.quantizer.candidates
+    target = config.quantizer.target if named else config.quantizer.target_on(config.engine.device or "cpu")
     default, rules = default_format(config.quantizer), rule_formats(config.quantizer)
     formats = [default, *rules]
     problems = impossible(default, rules, target)
@@ -486,9 +494,23 @@ def check_run(config: RunConfig) -> None:
         strip_weights=config.engine.strip_weights,
     )
     problems += [f"engine.{problem.place}: {problem.text}" for problem in unsupported]
-    problems += layout_problems(config)
+    problems += [*_device_problems(config), *layout_problems(config)]
     if problems:
         raise ConfigError(problems)
+
+
+def _device_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a problem if the named backends run on another device than ``engine.device``."""
+    device, settings = config.engine.device, config.quantizer
+    names = settings.candidates or (() if settings.backend == AUTO else (settings.backend,))
+    others = [name for name in names if device is not None and profile(name).device != device]
+    if others:
+        where = "an NVIDIA GPU" if device == "cpu" else "the CPU"
+        also = ", such as torch-cuda for torch" if device == "cuda" else ""
+        yield (
+            f"engine.device: got {device!r}, but {' and '.join(others)} runs on {where}; remove it, or name backends "
+            f"of that device{also}"
+        )
 
 
 def default_format(config: QuantizerConfig) -> Format:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from quantizer.engines.base import USUAL_SIZES, Backend, BuildOptions, BuildResult, Engine, InputSizes
 from quantizer.engines.engine_file import built_on, checked_output
@@ -21,6 +20,7 @@ from quantizer.engines.onnx_graph import graph_inspection
 from quantizer.errors import EngineError
 from quantizer.export.qdq.onnx_file import checked_onnx, read_graph, unreadable_is
 from quantizer.plan.targets import profile, profiles
+from quantizer.utils import gpu
 from quantizer.utils.cpu import cpu_instructions
 from quantizer.utils.paths import existing_file
 from quantizer.utils.records import LEAST_SHARE, LOW_PRECISIONS, Inspection
@@ -123,10 +123,8 @@ def load_engine(
     threads: int = 1,
     verify: bool = True,
     trust: bool = False,
-    device: str | None = None,
-    inference_precision: str | None = None,
 ) -> Engine:
-    """Load an engine file of the backend ``name``; engines on a CPU also accept an ``.onnx`` file.
+    """Load an engine file of the backend ``name``; engines on a CPU and of torch-cuda also accept an ``.onnx`` file.
 
     A warning is raised if the engine was built on a CPU with instructions that this CPU lacks.
 
@@ -137,21 +135,17 @@ def load_engine(
         verify: compare the file with the checksum in it, which reads it once more. Without it, a damaged engine may
             load and return wrong outputs.
         trust: load a compiled torch engine, which is native code, even if this process has not built it.
-        device: ``cuda`` loads an ``.onnx`` file with backend torch on an NVIDIA GPU; None: the device of the backend.
-        inference_precision: type of non-quantized operations with ``device="cuda"``, ``float16`` or ``bfloat16``; None:
-            float16.
 
     Raises:
-        EngineError: unknown backend, device or precision; the file is missing, damaged, of another backend, or cannot
-            run here; or it contains native code that is not trusted.
+        EngineError: unknown backend; the file is missing, damaged, of another backend, or cannot run here; or it
+            contains native code that is not trusted.
         MissingDependencyError: the backend's library is not installed.
     """
     if threads < 1:
         raise EngineError(f"threads is {threads}, expected 1 or more")
     try:
         with _unreadable_onnx(Path(path)), named_in_errors(f"backend {name!r}"):
-            where = _device_options(backend(name), device, inference_precision)
-            loaded = backend(name).load(Path(path), threads=threads, verify=verify, trust=trust, **where)
+            loaded = backend(name).load(Path(path), threads=threads, verify=verify, trust=trust)
     except EngineError as error:
         other = _other_backend(name, Path(path))
         if other is None:
@@ -166,20 +160,6 @@ def load_engine(
     if loaded.device == "cpu":
         _warn_of_another_cpu(Path(path))
     return loaded
-
-
-def _device_options(selected: Backend, device: str | None, precision: str | None) -> dict[str, Any]:
-    """Return the arguments of ``load`` for a device and a precision; raise for those that a backend does not take."""
-    devices = getattr(selected, "devices", (selected.device,))
-    if device is None or device == selected.device:
-        if precision is None:
-            return {}
-        others = " or ".join(f"device={other!r}" for other in devices if other != selected.device)
-        hint = f"pass it with {others}, or leave it out" if others else "leave it out"
-        raise EngineError(f"inference_precision: an engine on {selected.device} has the precision of its file; {hint}")
-    if device not in devices:
-        raise EngineError(f"its engines run on {' or '.join(devices)}, not on {device!r}")
-    return {"device": device, **({} if precision is None else {"inference_precision": precision})}
 
 
 def _other_backend(name: str, path: Path) -> str | None:
@@ -248,11 +228,7 @@ def runs_here(name: str) -> bool:
     Raises:
         EngineError: unknown backend.
     """
-    if backend(name).device == "cpu":
-        return True
-    import torch
-
-    return bool(torch.cuda.is_available())
+    return backend(name).device == "cpu" or gpu.is_present()
 
 
 def observe_engine(

@@ -143,14 +143,16 @@ class BuildOptions:
             Empty: any sizes, with one more model for them.
         compute_capability: TensorRT-RTX only: GPU generations to build for ahead of time (``sm89``, or several in one
             engine). None: one engine for compute capability 8.0 and later.
-        inference_precision: type of non-quantized operations in OpenVINO, ``float32`` or ``bfloat16``; None: float32.
-            Other engines use the types of the file.
+        inference_precision: type of non-quantized operations. OpenVINO: ``float32`` or ``bfloat16``; None: float32.
+            torch-cuda: ``float16`` or ``bfloat16``; None: float16, or bfloat16 for a file in bfloat16. Other engines
+            use the types of the file.
         strip_weights: write a TensorRT engine without its weights. Loading reads them from the ONNX file, which must be
             in the engine's folder at build and load time.
         timing_cache: file with the kernel times that TensorRT measured on this GPU: read if it exists, written after
             the build. Not for TensorRT-RTX.
         compiled: torch only: whether Inductor compiles the graph, which needs a C++ compiler and about a minute. None:
-            compile if there is a compiler and the result is faster.
+            compile if there is a compiler and the result is faster. An engine of torch-cuda is compiled at its first
+            call in each process.
         progress: called with the progress of the build.
 
     Raises:

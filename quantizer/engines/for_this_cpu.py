@@ -12,7 +12,7 @@ from quantizer.engines.base import BuildOptions
 from quantizer.errors import EngineError, install_command
 from quantizer.export.qdq.onnx_file import read_graph
 from quantizer.numerics.formats import UINT8
-from quantizer.plan.targets import AUTO, profile, profiles
+from quantizer.plan.targets import profile, profiles
 from quantizer.utils.cpu import cpu_flags, saturates
 
 EXACT_QMAX = 2**15 // (2 * UINT8.qmax)
@@ -45,6 +45,7 @@ class Variant:
         precision: type of non-quantized operations; None: that of the file.
         dynamic: whether ranges of activations are computed at run time.
         compiled: as in ``BuildOptions``.
+        is_spare: whether it is only built if the outputs of the same engine without ``precision`` are wrong.
     """
 
     backend: str
@@ -52,14 +53,19 @@ class Variant:
     precision: str | None = None
     dynamic: bool = False
     compiled: bool | None = None
+    is_spare: bool = False
+
+    @property
+    def computed(self) -> str:
+        """Type of non-quantized operations."""
+        return self.precision or profile(self.backend).float_dtype
 
     @property
     def format(self) -> str:
         """Format: ``float32``, ``int8``, ``int8 dynamic``, or ``int8+bfloat16`` with non-quantized bfloat16."""
-        precision = self.precision or profile(self.backend).float_dtype
         if self.dtype is None:
-            return precision
-        text = self.dtype if precision == profile(self.backend).float_dtype else f"{self.dtype}+{precision}"
+            return self.computed
+        text = self.dtype if self.computed == profile(self.backend).float_dtype else f"{self.dtype}+{self.computed}"
         return f"{text} dynamic" if self.dynamic else text
 
     @property
@@ -78,11 +84,6 @@ def cpu_candidates(among: Sequence[str] = ()) -> tuple[tuple[str, ...], tuple[st
 
     On a CPU with saturating INT8 products, the exact variant of a backend replaces it.
     """
-    for name in among:
-        if backends[name].device != "cpu":
-            raise EngineError(
-                f"{AUTO} compares engines on this CPU, but {name} runs elsewhere; leave it out, or choose only it"
-            )
     names = list(among)
     if not among:
         names = [name for name in backends.names() if backends[name].device == "cpu"]

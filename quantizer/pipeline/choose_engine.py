@@ -1,4 +1,4 @@
-"""The choice of an engine: all candidates for this CPU, from one calibration, benchmarked in interleaved rounds."""
+"""The choice of an engine: all candidates for a device, from one calibration, benchmarked in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from quantizer.config import RunConfig
 from quantizer.engines import BuildOptions, BuildResult, Engine, Inspection, inspect_engine, load_engine
-from quantizer.engines.for_this_cpu import Variant, cpu_candidates
+from quantizer.engines.for_this_cpu import Variant
 from quantizer.engines.measure import (
     clock_beside_others,
     finish_trials,
@@ -40,6 +40,7 @@ from quantizer.pipeline.benchmark import (
 from quantizer.pipeline.compare_outputs import (
     OutputCheck,
     References,
+    WrongEngineError,
     check_engine,
     far_from_float,
     first_of_sizes,
@@ -51,9 +52,11 @@ from quantizer.pipeline.fastest_engine import (
     NEVER_FASTER,
     NO_FASTER,
     Calibrated,
+    PlanKey,
     RoughTrials,
     bound,
     candidate_line,
+    candidates_of,
     choose,
     failed,
     far_behind,
@@ -62,6 +65,7 @@ from quantizer.pipeline.fastest_engine import (
     named,
     not_built,
     not_compared,
+    plan_key,
     quantized_of,
     require_sites,
     rough_engine,
@@ -85,6 +89,7 @@ from quantizer.proxy.lower import Lowering, lower
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import Candidate, EngineChoice
 from quantizer.tasks import Batch, batch_shape
+from quantizer.utils import gpu
 from quantizer.utils.cpu import has_vnni
 from quantizer.utils.files import NO_STORE
 from quantizer.utils.progress import counted
@@ -152,9 +157,8 @@ class _Budget:
 
 
 def chooses(config: RunConfig) -> bool:
-    """Return whether a run chooses its engine: with ``auto``, unless there is a GPU and no backend is named."""
-    settings = config.quantizer
-    return settings.backend == AUTO and (bool(settings.candidates) or not torch.cuda.is_available())
+    """Return whether a run chooses its engine."""
+    return config.quantizer.backend == AUTO
 
 
 def with_backend(config: RunConfig, name: str) -> RunConfig:
@@ -176,6 +180,7 @@ def _with_variant(config: RunConfig, variant: Variant, quantizer: Quantizer | No
     activations = config.quantizer.activations.model_copy(update=ranges)
     engine_settings = {"inference_precision": variant.precision, "compiled": variant.compiled}
     chosen = {"backend": variant.backend, "candidates": (), "activations": activations}
+    chosen |= {} if variant.dtype is None else {"dtype": variant.dtype}
     return config.model_copy(
         update={
             "quantizer": config.quantizer.model_copy(update=chosen),
@@ -199,7 +204,7 @@ def pick_backend(
     If a float engine is the fastest, the run continues with its backend, unless that backend has no INT8 engine. With
     ``fastest``, it continues with that engine only.
     """
-    context, (_, missing) = work.context, cpu_candidates(candidates)
+    context, (_, missing) = work.context, candidates_of(config, candidates)
     variants = variants_of(config, candidates)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
         batches = batches_of_shapes(context, compared_shapes(config), samples)
@@ -208,18 +213,19 @@ def pick_backend(
             work, config, calibrated, batches, samples, Path(scratch), variants, budget, named=bool(candidates)
         )
         correct, rejected = maker.all()
-        shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs, budget)
+        shapes = _time(correct, rejected, batches, config.engine.threads, work.graphs, budget, on_gpu=maker.is_on_gpu)
         if len(shapes) < len(batches):
             context.timer.tell(f"not timed at {' and '.join(map(_shape, batches[len(shapes) :]))}: {budget}")
         all_candidates = [*(entry.candidate for entry in correct.values()), *rejected]
-        choice = choose(all_candidates, shapes, missing, maker.float_work())
+        where = gpu.description() if maker.is_on_gpu else None
+        choice = choose(all_candidates, shapes, missing, maker.float_work(), where)
         choice = bound(choice, lambda candidate: _inspected(context, config, correct[candidate.name]))
         choice = maker.scored(choice, correct)
         best = correct[choice.candidates[0].name]
         if fastest and best.variant.dtype is None:
             config = _in_float(config)
         low, plain = _pair(choice, correct) if config.quantize else (best, None)
-        used = maker.quantizers[low.variant.backend, low.variant.dynamic] if config.quantize else None
+        used = maker.quantizers[plan_key(low.variant)] if config.quantize else None
         config = _with_variant(config, low.variant, used)
         both = RunEngines(context, config, folder, work.graphs)
         if plain is not None:
@@ -249,6 +255,8 @@ def _time(
     threads: int,
     graphs: Graphs,
     budget: _Budget,
+    *,
+    on_gpu: bool = False,
 ) -> list[str]:
     """Time the candidates at each size, and return the names of the sizes; without time left, at the first two.
 
@@ -266,7 +274,7 @@ def _time(
             break
         take, call = partial(times_of, batch=batch, threads=threads), partial(_called, batch)
         race = _Race({name: entry.candidate for name, entry in correct.items()}, engines, take, call)
-        race.run(threads)
+        race.run(threads, on_gpu=on_gpu)
         shapes.append(_shape(batch))
         rejected += [failed(correct.pop(name).candidate, why) for name, why in race.broken.items()]
         for name, taken in race.times.items():
@@ -306,11 +314,17 @@ class _Race:
         self.shortest: dict[str, float] = {}
         self.broken: dict[str, str] = {}
 
-    def run(self, threads: int) -> None:
+    def run(self, threads: int, *, on_gpu: bool) -> None:
         """Time engines with this number of threads, in the more rounds the nearer they are to the fastest.
 
-        Beside other work, ``clock_beside_others`` measures as many rounds once more.
+        Beside other work, ``clock_beside_others`` measures as many rounds once more. The processor time of a call that
+        waits for a GPU says nothing.
         """
+        if on_gpu:
+            # Kernels are compiled at the first calls with a shape, and a CUDA graph is captured.
+            self._add(self._engines, _GPU_WARMUP)
+            self.times.clear()
+            self.shortest.clear()
         # One round is enough for an engine that takes a multiple of the fastest one's time. A long one needs no warmup.
         measured = self._add(self._engines, 1)
         if (round_s := self._spent()) < _LONG_ROUND_S:
@@ -322,7 +336,7 @@ class _Race:
         measured = self._add(near, _FEW_ROUNDS - 1)
         more = LATENCY_ROUNDS - _FEW_ROUNDS
         disturbed = is_disturbed({name: self.times[name] for name in near & self.times.keys()})
-        clock = clock_beside_others(min(self.shortest.values()) / 1000, threads)
+        clock = None if on_gpu else clock_beside_others(min(self.shortest.values()) / 1000, threads)
         # At a size that takes seconds, few rounds are enough.
         if disturbed and self._spent() <= _ENOUGH_S:
             measured = self._add(near, more, clock)
@@ -384,6 +398,9 @@ _FEW_ROUNDS, _ENOUGH_S, _LONG_ROUND_S = 3, 4.0, 1.0
 round that is no warmup.
 """
 
+_GPU_WARMUP = 3
+"""Calls of an engine for a GPU that are not timed at each size."""
+
 _SHORT_S, _MOST_ROUNDS = 0.3, 100
 """The seconds that short calls are timed, because a disturbance may last longer than a few of them, and the most rounds
 for that.
@@ -432,8 +449,9 @@ class _CandidateBuilder:
         self._folder = folder
         self._kept = work.context.resume.engines
         self._scored_rows = work.scored_rows
-        self._frozen: dict[tuple[str, bool], nn.Module] = {}
-        self._lowered: dict[tuple[str, bool], nn.Module] = {}
+        self._frozen: dict[PlanKey, nn.Module] = {}
+        self._lowered: dict[PlanKey, nn.Module] = {}
+        self.is_on_gpu = profile(config.quantizer.backend).device == "cuda"
         self._trials = RoughTrials(self._borrowed, self._rough, batches, config.engine.threads)
         self.references = {
             name: References(batches, apart=work.context.feed.samples_independent)
@@ -446,13 +464,15 @@ class _CandidateBuilder:
         rejected: list[Candidate] = []
         fallback = self._config.fallback
         budget = fallback is not None and fallback.max_drop is not None
-        names, begun = [variant.name for variant in self._variants], set[str]()
+        names, begun, wrong = [variant.name for variant in self._variants], set[str](), set[str]()
         self._plan_first()
         with counted(self._variants, "candidates", unit="engine", note=named) as steps:
             for variant in steps:
                 candidate, start = Candidate(backend=variant.backend, format=variant.format), time.perf_counter()
                 if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in correct:
                     rejected.append(not_built(candidate, NO_FASTER))
+                    continue
+                if variant.is_spare and replace(variant, precision=None).name not in wrong:
                     continue
                 why = None if variant.backend in begun else self._not_begun(variant.backend, correct)
                 if why is None:
@@ -468,6 +488,7 @@ class _CandidateBuilder:
                         candidate = hopeless
                         rejected.append(candidate)
                 except FAILURES as error:
+                    wrong |= {variant.name} if isinstance(error, WrongEngineError) else set()
                     candidate = failed(candidate, error)
                     rejected.append(candidate)
                 self._context.timer.tell(candidate_line(candidate, names, time.perf_counter() - start))
@@ -546,7 +567,7 @@ class _CandidateBuilder:
 
     def float_work(self) -> set[str]:
         """Return the backends whose quantized engines have multiply-adds in floating point."""
-        return {backend for backend, dynamic in self._frozen if has_float_work(self.quantizers[backend, dynamic])}
+        return {key[0] for key in self._frozen if has_float_work(self.quantizers[key])}
 
     def _not_begun(self, backend: str, correct: Mapping[str, _Checked]) -> str | None:
         """Return why a backend is not tried, if an engine of the right format exists; None if it is tried."""
@@ -582,7 +603,7 @@ class _CandidateBuilder:
             place = self._place(variant, graph)
             built, engine = self._built(variant, files[graph], place, graph)
             engines_of_graph[graph] = BuiltEngine(EngineFiles(onnx=files[graph], engine=place), built, engine)
-        computed = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
+        computed = getattr(torch, variant.computed)
         bound = tolerance(self._config.report.tolerance, variant.dtype is not None, computed)
         timed: list[OutputCheck] = []
         checks_of_graph: dict[str, tuple[OutputCheck, ...]] = {}
@@ -605,8 +626,8 @@ class _CandidateBuilder:
 
     def _with_kernels(self, variant: Variant, frozen: nn.Module) -> nn.Module:
         """Return a module with the outputs of a frozen proxy, up to the order of float sums, in less time."""
-        key = variant.backend, variant.dynamic
-        if variant.dtype is None or self._graphs.several or not has_vnni():
+        key = plan_key(variant)
+        if variant.dtype != "int8" or self._graphs.several or not has_vnni():
             return frozen
         if key not in self._lowered:
             self._lowered[key] = frozen
@@ -617,9 +638,8 @@ class _CandidateBuilder:
 
     def _begin(self, variant: Variant, files: Mapping[str, Path]) -> None:
         """Begin to build the candidates of the variant's backend that have the same files."""
-        kind = (variant.backend, variant.dtype, variant.dynamic)
         for other in self._variants:
-            if (other.backend, other.dtype, other.dynamic) == kind and other.name not in self._begun:
+            if plan_key(other) == plan_key(variant) and not other.is_spare and other.name not in self._begun:
                 self._begun.add(other.name)
                 for graph, onnx in files.items():
                     options, more = self._options(other, graph)
@@ -627,8 +647,8 @@ class _CandidateBuilder:
 
     def _begin_next(self) -> None:
         """Begin to build the float engines of the next backend, while this process makes a plan."""
-        floats = (variant for variant in self._variants if variant.dtype is None and variant.name not in self._begun)
-        following = next(floats, None)
+        waiting = (variant for variant in self._variants if variant.name not in self._begun and not variant.is_spare)
+        following = next((variant for variant in waiting if variant.dtype is None), None)
         if following is not None and not self._is_never_faster(following.backend):
             self._begin(following, self._exported(following)[1])
 
@@ -686,12 +706,13 @@ class _CandidateBuilder:
 
     def _too_slow(self, variant: Variant, tried: Mapping[str, _Checked]) -> str | None:
         """Return why a backend is too slow to need a plan; None if it needs one, or has one."""
-        has_plan = variant.dtype is None or (variant.backend, False) in self.quantizers
-        if self._calibrated is None or has_plan or self._graphs.several:
+        has_plan = variant.dtype is None or (variant.backend, variant.dtype, False) in self.quantizers
+        # A file for TensorRT is not one for torch, and plans of a GPU's formats differ.
+        if self._calibrated is None or has_plan or self._graphs.several or self.is_on_gpu:
             return None
         quantized = {name: entry for name, entry in tried.items() if entry.variant.dtype is not None}
         rivals = {name: entry.made[self._graphs.names[0]].engine for name, entry in quantized.items()}
-        planned = {backend for backend, dynamic in self._frozen if not dynamic}
+        planned = {backend for backend, _, dynamic in self._frozen if not dynamic}
         return self._trials.too_slow(variant, self._calibrated, rivals, planned)
 
     def _begin_trial(self, planned: Variant) -> None:
@@ -699,7 +720,7 @@ class _CandidateBuilder:
         others = (variant for variant in self._variants if variant.backend != planned.backend)
         following = next((variant for variant in others if variant.dtype is not None and not variant.dynamic), None)
         assert self._calibrated is not None
-        if following is None or self._is_never_faster(following.backend):
+        if following is None or self._is_never_faster(following.backend) or self.is_on_gpu:
             return
         if least_ratio(self._calibrated.config, following.backend, {planned.backend}) is not None:
             (graph,), (file,) = self._graphs.names, self._exported(planned)[1].values()
@@ -730,17 +751,19 @@ class _CandidateBuilder:
 
     def _exported(self, variant: Variant) -> tuple[nn.Module, dict[str, Path]]:
         """Return the frozen proxy or the float model, and the ONNX file of each graph; both are cached."""
-        graphs, opset, key = self._graphs, self._config.export.opset, (variant.backend, variant.dynamic)
-        kind = f"{variant.backend}{'-dynamic' if variant.dynamic else ''}"
-        folder = self._folder / (FLOAT_STEM if variant.dtype is None else f"{kind}-files")
+        graphs, opset, key = self._graphs, self._config.export.opset, plan_key(variant)
+        kind = f"{variant.backend}-{variant.dtype}{'-dynamic' if variant.dynamic else ''}"
+        dtype = profile(variant.backend).float_model_dtype
+        floats = FLOAT_STEM if dtype is torch.float32 else f"{FLOAT_STEM}-16"
+        folder = self._folder / (floats if variant.dtype is None else f"{kind}-files")
         files = {graph: graphs.files(folder, QUANTIZED_STEM, graph).onnx for graph in graphs.names}
         for file in files.values():
             file.parent.mkdir(exist_ok=True)
         if variant.dtype is None:
-            # All variants share one file of the float model.
+            # All variants share one file of the float model in a type.
             for graph, file in files.items():
                 if not file.exists():
-                    export_float(self._context, graphs, graph, opset, file)
+                    export_float(self._context, graphs, graph, opset, file, dtype)
             return self._context.model, files
         proxy = self._proxy(variant)
         if not all(file.exists() for file in files.values()):
@@ -749,14 +772,15 @@ class _CandidateBuilder:
 
     def _proxy(self, variant: Variant) -> nn.Module:
         """Return the frozen proxy of a quantized variant; it is cached."""
-        key = variant.backend, variant.dynamic
+        key = plan_key(variant)
         if key not in self._frozen:
             if key not in self.quantizers:
                 ranges = "dynamic" if variant.dynamic else None
                 assert self._calibrated is not None
-                self.quantizers[key] = self._calibrated.for_backend(variant.backend, ranges=ranges)
+                made = self._calibrated.for_backend(variant.backend, ranges=ranges, dtype=variant.dtype)
+                self.quantizers[key] = made
             self._begin_next()
-            if variant.dynamic:
+            if variant.dynamic or self.is_on_gpu:
                 require_sites(self.quantizers[key])
             self._frozen[key] = self.quantizers[key].quantize(self._context.model)
             self._context.timer.tell_passes(self.quantizers[key].passes)

@@ -41,7 +41,10 @@ _BATCH_ROWS = 8
 """Samples per batch from a file, which is also the batch size of benchmarks."""
 
 _ONNX_OPTIONS = frozenset(
-    {"model", "output", "quantization", "calibration", "samples", "fixed", "backend", "dtype", "threads", "diagnose"}
+    {
+        *("model", "output", "quantization", "calibration", "samples", "fixed", "backend", "device", "dtype"),
+        *("threads", "diagnose"),
+    }
 )
 _EXPECTED = (
     f"a file of arrays ({' or '.join(ARRAY_FILES)}), with one array per input, by name, or a folder of such files"
@@ -61,6 +64,7 @@ def convert_onnx(options: Mapping[str, Any], force: bool, console: Console) -> P
     result = quantize_model(
         model,
         [_by_argument(model, batch) for batch in batches],
+        device=options.get("device"),
         threads=options.get("threads", 1),
         progress=True,
         diagnose=options.get("diagnose", False),
@@ -144,6 +148,7 @@ _KEYS = {
     "max_drop": "fallback.max_drop",
     "batch_size": "export.dynamic.batch",
     "seq_len": "export.dynamic.sequence",
+    "device": "engine.device",
     "threads": "engine.threads",
     "tolerance": "report.tolerance",
     "diagnose": "report.diagnose",

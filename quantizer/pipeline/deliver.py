@@ -270,7 +270,7 @@ def _config(job: Job, record: RunRecord) -> dict[str, Any]:
         "seconds": config.model.seconds,
         "labels": list(_class_names(job)),
         "float_dtype": target.float_dtype,
-        "chosen_on": None if record.choice is None else record.choice.instructions,
+        "chosen_on": None if record.choice is None else record.choice.gpu or record.choice.instructions,
         "quantization": quantization_facts(record) if config.quantize else None,
         "verified": f"outputs agree with PyTorch's: {bound}; see checks" if job.checks else NOT_VERIFIED,
         "versions": collect_versions(),

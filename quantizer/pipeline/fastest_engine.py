@@ -29,7 +29,8 @@ from quantizer.algorithms.make_plan import keeps_batches, replays_batches
 from quantizer.config import QuantizerConfig, RunConfig
 from quantizer.config.layouts import needs_static
 from quantizer.engines import Engine, Inspection, interleaved_latency
-from quantizer.engines.for_this_cpu import Variant, cpu_candidates, cpu_variants
+from quantizer.engines.candidates import usable_backends
+from quantizer.engines.for_this_cpu import Variant, cpu_variants
 from quantizer.engines.measure import clock_beside_others, is_disturbed, shortest
 from quantizer.errors import EngineError, LostRankError, QuantizerError
 from quantizer.pipeline.context import engine_inputs
@@ -91,6 +92,7 @@ def choose(
     shapes: Sequence[str],
     missing: Sequence[str],
     float_work: Collection[str] = (),
+    gpu: str | None = None,
 ) -> EngineChoice:
     """Return the choice of the fastest candidate, by the geometric mean of latency ratios over all sizes.
 
@@ -100,8 +102,9 @@ def choose(
         candidates: all candidates in the order of trial. Failed ones have no latencies and a reason in ``verdict``.
             Those that were too slow have the latencies of the first sizes.
         shapes: the names of the sizes.
-        missing: packages that are not installed.
+        missing: backends that do not run here, with the reasons.
         float_work: the backends whose quantized engines have multiply-adds in floating point, which gain from BF16.
+        gpu: the GPU that the candidates run on; None: they run on the CPU.
     """
     ran = sorted(
         (candidate for candidate in candidates if len(candidate.milliseconds) == len(shapes) > 0), key=_mean_time
@@ -122,8 +125,9 @@ def choose(
             )
         )
     return EngineChoice(
-        headline=_headline(ran),
-        instructions=str(collect_machine()["instructions"] or "") or None,
+        headline=_headline(ran, gpu),
+        instructions=None if gpu is not None else str(collect_machine()["instructions"] or "") or None,
+        gpu=gpu,
         shapes=tuple(shapes),
         candidates=(replace(best, verdict="chosen"), *slower, *failures),
         missing=tuple(missing),
@@ -254,15 +258,16 @@ def _mean_time(candidate: Candidate) -> float:
     return math.exp(sum(map(math.log, candidate.milliseconds)) / len(candidate.milliseconds))
 
 
-def _headline(ran: Sequence[Candidate]) -> str:
+def _headline(ran: Sequence[Candidate], gpu: str | None) -> str:
     """Return a sentence on the fastest candidate and the fastest float candidate."""
     best = ran[0]
     floats = [candidate for candidate in ran if candidate.is_float]
     quantized = [candidate for candidate in ran if not candidate.is_float]
     if best.is_float and quantized:
         times = quantized[0].times_of(best)
+        formats, where = ("INT8", "this CPU") if gpu is None else ("INT8 or FP8", "this GPU")
         return (
-            f"no INT8 engine is {'clearly ' if times < 1 else ''}faster than float on this CPU, so {best.name} is "
+            f"no {formats} engine is {'clearly ' if times < 1 else ''}faster than float on {where}, so {best.name} is "
             f"delivered: {quantized[0].name} takes {text.times(times)} its time"
         )
     sentence = (
@@ -275,7 +280,7 @@ def bound(choice: EngineChoice, inspect: Callable[[Candidate], Inspection]) -> E
     """Return the choice; if float won over INT8, its headline says where the fastest INT8 engine spends its time."""
     best, *others = choice.candidates
     slower = [entry for entry in others if not entry.is_float and len(entry.milliseconds) == len(choice.shapes)]
-    if not best.is_float or not slower:
+    if not best.is_float or not slower or choice.gpu is not None:
         return choice
     try:
         shares = inspect(slower[0]).shares
@@ -298,15 +303,38 @@ def _what_it_lacks() -> str:
     return " has no instructions for INT8: neither AVX2 nor VNNI" if flags and flags.isdisjoint(_INT8_FLAGS) else ""
 
 
-Calibrated: TypeAlias = dict[tuple[str, bool], Quantizer]
-"""Quantizers of one calibration by (backend, dynamic ranges); the calibrated one comes first."""
+PlanKey: TypeAlias = tuple[str, str | None, bool]
+"""What the plan of a quantizer is for: backend, format, and whether ranges are dynamic."""
+
+Calibrated: TypeAlias = dict[PlanKey, Quantizer]
+"""Quantizers of one calibration; the calibrated one comes first."""
+
+
+def plan_key(variant: Variant) -> PlanKey:
+    """Return the key of a quantized variant's plan."""
+    return variant.backend, variant.dtype, variant.dynamic
+
+
+def candidates_of(config: RunConfig, candidates: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the backends to try on the device of a configuration, and why others do not run."""
+    return usable_backends(candidates, config.quantizer.target_on(config.engine.device or "cpu").device)
 
 
 def variants_of(config: RunConfig, candidates: Sequence[str]) -> Sequence[Variant]:
-    """Return the engine variants to try; without names, all for this CPU."""
-    settings = config.quantizer
+    """Return the engine variants to try; without names, all for the device."""
+    settings, (names, _) = config.quantizer, candidates_of(config, candidates)
+    if profile(names[0]).device == "cuda":
+        from quantizer.engines.for_this_gpu import gpu_variants
+
+        dtypes = (settings.dtype,) if "dtype" in settings.model_fields_set else ("int8", "fp8")
+        return gpu_variants(
+            names,
+            dtypes=dtypes if config.quantize else (),
+            precision=config.engine.inference_precision,
+            compiled=config.engine.compiled,
+        )
     return cpu_variants(
-        cpu_candidates(candidates)[0],
+        names,
         dtype=settings.dtype if config.quantize else None,
         precision=config.engine.inference_precision,
         # QAT trains the ranges, and some layouts have no others than those of calibration.
@@ -323,28 +351,34 @@ def for_all_variants(config: RunConfig, calibrated: Quantizer, candidates: Seque
 
     All processes choose ranges together. A single process makes each quantizer when it tries the engine.
     """
-    quantizers = {(calibrated.config.backend, False): calibrated}
+    quantizers: Calibrated = {(calibrated.config.backend, calibrated.config.dtype, False): calibrated}
     for variant in variants_of(config, candidates) if get_world_size() > 1 else ():
-        if variant.dtype is not None and (variant.backend, False) not in quantizers:
+        key = (variant.backend, variant.dtype, False)
+        if variant.dtype is not None and key not in quantizers:
             try:
-                quantizer = calibrated.for_backend(variant.backend)
+                quantizer = calibrated.for_backend(variant.backend, dtype=variant.dtype)
                 _ = quantizer.plan
             except LostRankError:
                 raise
             except FAILURES:
                 # The error is reported when the engine is tried.
                 continue
-            quantizers[variant.backend, False] = quantizer
+            quantizers[key] = quantizer
     return quantizers
 
 
 def quantizer_of(config: RunConfig, calibrated: Calibrated) -> Quantizer:
     """Return the quantizer of the configuration that another process chose."""
-    name, dynamic = config.quantizer.backend, config.quantizer.activations.ranges == "dynamic"
-    if (name, dynamic) in calibrated:
-        return calibrated[name, dynamic]
+    name, dtype, dynamic = key = (
+        config.quantizer.backend,
+        config.quantizer.dtype,
+        config.quantizer.activations.ranges == "dynamic",
+    )
+    if key in calibrated:
+        return calibrated[key]
     with alone():
-        quantizer = next(iter(calibrated.values())).for_backend(name, ranges="dynamic" if dynamic else None)
+        first, ranges = next(iter(calibrated.values())), "dynamic" if dynamic else None
+        quantizer = first.for_backend(name, ranges=ranges, dtype=dtype)
         # Plan now, because this needs no other process.
         _ = quantizer.plan
     return quantizer

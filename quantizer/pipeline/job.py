@@ -45,7 +45,7 @@ class Job:
         target: the output folder.
         kept: the files from which the same command resumes.
         load: loads the model and its data.
-        among: the backends to choose from, empty for all of this CPU; None if the configuration names one.
+        among: the backends to choose from, empty for all of a device; None if the configuration names one.
         converts: the job belongs to a conversion, which has one job per backend.
         work: the model, the samples and the scores.
         fixed: sentences about sizes that the model fixes.

@@ -236,17 +236,23 @@ def load_converted(
         raise QuantizerError(
             f"{path / CONFIG} has format {config.get('format')!r}, expected {FORMAT}: convert the model again"
         )
-    other_cpu = config.get("chosen_on") not in (None, instructions := collect_machine()["instructions"])
-    if other_cpu:
+    machine = collect_machine()
+    if backend(config["backend"]).device == "cpu":
+        here, before, now = machine["instructions"], "a CPU with ", "this CPU has "
+    else:
+        # Without a GPU, loading says so.
+        here, before, now = machine.get("gpu", config.get("chosen_on")), "", "this machine has "
+    is_other = config.get("chosen_on") not in (None, here)
+    if is_other:
         warnings.warn(
-            f"{path}: the engine was the fastest on a CPU with {config['chosen_on']}, but this CPU has "
-            f"{instructions or 'unknown instructions'}; another engine may be faster: convert the model again",
+            f"{path}: the engine was the fastest on {before}{config['chosen_on']}, but {now}"
+            f"{here or 'unknown instructions'}; another engine may be faster: convert the model again",
             stacklevel=2,
         )
     task = config["task"]
     processor = load_processor(str(path / processor_folder(task)), task)
     # One warning is enough.
-    load = backend(config["backend"]).load if other_cpu else partial(load_engine, config["backend"])
+    load = backend(config["backend"]).load if is_other else partial(load_engine, config["backend"])
     load = partial(load, threads=threads, verify=verify, trust=trust)
     if not tasks[task].in_parts:
         return Converted(config, load(path / config["files"]["engine"]), processor)

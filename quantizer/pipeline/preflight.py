@@ -24,7 +24,7 @@ from quantizer.config.layouts import left_out
 from quantizer.config.quantizer_section import Section
 from quantizer.config.schema import check_run
 from quantizer.engines import backend, runs_here
-from quantizer.engines.for_this_cpu import cpu_candidates
+from quantizer.engines.candidates import usable_backends
 from quantizer.errors import ConfigError, QuantizerError, TaskError
 from quantizer.pipeline.benchmark import build_options
 from quantizer.pipeline.choose_engine import chooses
@@ -240,7 +240,7 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
     # Unsupported options are reported as problems of the file, not of a library.
     fits = faults.passes(lambda: check_run(config))
     if chooses(config):
-        faults.of(lambda: cpu_candidates(config.quantizer.candidates))
+        faults.of(lambda: usable_backends(config.quantizer.candidates, config.engine.device))
     elif fits and config.quantizer.backend != AUTO:
         faults.of(lambda: backend(config.quantizer.backend).check(build_options(config)))
         faults.of(lambda: _check_speed_goal(config))

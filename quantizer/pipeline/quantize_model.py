@@ -254,6 +254,7 @@ def quantize_model(
     higher_is_better: bool = True,
     samples: int | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
     threads: int = 1,
     optimize_for: Literal["latency", "throughput", "both"] = "both",
     time_budget: float | None = 60.0,
@@ -265,9 +266,10 @@ def quantize_model(
 ) -> QuantizedModel:
     """Quantize a module for the fastest correct engine on this machine, and measure the result.
 
-    The model is calibrated once. INT8 and float engines for this CPU are built, their outputs are compared with the
-    model, and they are benchmarked in interleaved rounds, at the shape of the first batch and with one sample. The
-    fastest engine is kept, together with the fastest float engine of its backend. The model itself does not change.
+    The model is calibrated once. INT8 and float engines for this CPU, or INT8, FP8 and float engines for this GPU, are
+    built, their outputs are compared with the model, and they are benchmarked in interleaved rounds, at the shape of
+    the first batch and with one sample. The fastest engine is kept, together with the fastest float engine of its
+    backend. The model itself does not change.
 
     Example::
 
@@ -288,6 +290,8 @@ def quantize_model(
         higher_is_better: whether a higher score is better.
         samples: the maximum number of samples to read; None for all, and at most 4,096 of a loader without a length.
         config: as in ``Quantizer``; the default backend is ``auto``, the fastest.
+        device: ``cpu``, or ``cuda`` for the NVIDIA GPU of this machine: the engines to compare. None: the device of the
+            backends that are named, else that of the model's parameters.
         threads: the number of CPU threads of an engine.
         optimize_for: the sizes at which engines are compared: one sample for ``latency``, the first batch for
             ``throughput``, or ``both``.
@@ -325,7 +329,8 @@ def quantize_model(
         batches = module_batches(model, data, samples)
         float_model = _ready(model)
         batches, call = called_form(_first_call(float_model, batches[0]), float_model, batches)
-        engine = engine_config(threads=threads, optimize_for=optimize_for, time_budget=time_budget)
+        device = device or _device_of(model, quantizer_settings)
+        engine = engine_config(device=device, threads=threads, optimize_for=optimize_for, time_budget=time_budget)
         run_config = _run_config(model, batches, quantizer_settings, engine, fallback_section, diagnose=diagnose)
         parent = scratch_folder()
         try:
@@ -373,6 +378,13 @@ def _float_model(model: Any) -> nn.Module:
         raise QuantizerError(f"quantize_model() expects a float torch.nn.Module, but got {kind}{hint}")
     refuse_compiled(model)
     return model
+
+
+def _device_of(model: nn.Module, settings: QuantizerConfig) -> Literal["cuda"] | None:
+    """Return the device of a choice without named backends, if the parameters of a model are on a GPU."""
+    chooses = settings.backend == AUTO and not settings.candidates
+    is_on_gpu = any(parameter.device.type == "cuda" for parameter in model.parameters())
+    return "cuda" if chooses and is_on_gpu else None
 
 
 def _ready(model: nn.Module) -> nn.Module:

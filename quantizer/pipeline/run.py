@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quantizer.config import QuantizerConfig, RunConfig
+from quantizer.config import RunConfig
 from quantizer.config.data_section import MODULE
 from quantizer.config.schema import check_run
-from quantizer.engines.for_this_cpu import cpu_candidates
+from quantizer.engines.candidates import usable_backends
 from quantizer.errors import EngineError
 from quantizer.pipeline.choose_engine import chooses, with_backend
 from quantizer.pipeline.compare_outputs import refusal
@@ -138,8 +138,7 @@ def _resolved(config: RunConfig) -> tuple[RunConfig, Sequence[str] | None]:
     candidates = config.quantizer.candidates if chooses(config) else None
     if config.quantizer.backend == AUTO:
         # All candidates share one calibration, so any of them will do.
-        name = QuantizerConfig().backend if candidates is None else cpu_candidates(candidates)[0][0]
-        config = with_backend(config, name)
+        config = with_backend(config, usable_backends(config.quantizer.candidates, config.engine.device)[0][0])
     return config, candidates
 
 

@@ -21,6 +21,7 @@ from quantizer.engines import (
     observe_engine,
     runs_here,
 )
+from quantizer.engines import backend as registered
 from quantizer.engines.for_this_cpu import Variant
 from quantizer.engines.measure import begin_build, shortest
 from quantizer.export.exporter import export_onnx
@@ -33,6 +34,7 @@ from quantizer.plan.site_plan import plan_digest
 from quantizer.quantizer import Quantizer
 from quantizer.report import collect_versions
 from quantizer.tasks import Batch
+from quantizer.utils import gpu
 from quantizer.utils.content import content_digest
 from quantizer.utils.cpu import cpu_flags, is_untrusted
 from quantizer.utils.files import NO_STORE, Store
@@ -143,7 +145,7 @@ class RunEngines:
     def build_float(self) -> dict[str, BuildResult]:
         """Build the engine of the float model as ``engine``, for a run that quantizes nothing."""
         if "engine" not in self._built:
-            dtype = self._config.quantizer.target.torch_dtype
+            dtype = self._config.quantizer.target.float_model_dtype
             with self._context.timer("export"):
                 for graph in self._graphs.names:
                     onnx = self.files("engine", graph).onnx
@@ -355,7 +357,11 @@ def begin_once(kept: Store, backend: str, onnx: Path, engine: Path, options: Bui
 
 
 def _engine_key(backend: str, onnx: Path, options: BuildOptions, more: Mapping[str, Any]) -> list[object]:
-    return ["engine", backend, options, more, collect_versions(), sorted(cpu_flags()), onnx]
+    # The kernels of a GPU are measured in its build.
+    processor = (
+        [gpu.description()] if registered(backend).device == "cuda" and gpu.is_present() else sorted(cpu_flags())
+    )
+    return ["engine", backend, options, more, collect_versions(), processor, onnx]
 
 
 def nearest_form(engines: Mapping[str, Runnable], quantizer: Quantizer, model: nn.Module) -> dict[str, Runnable]:

@@ -18,7 +18,6 @@ from torch import nn
 
 from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.config import AmpConfig, RunConfig, dump_yaml
-from quantizer.engines.for_this_cpu import cpu_candidates
 from quantizer.engines.measure import end_trial_process, trial_process
 from quantizer.errors import EngineError
 from quantizer.pipeline.benchmark import build_options, deployed, measure_latency, measure_memory
@@ -37,7 +36,7 @@ from quantizer.pipeline.compare_outputs import (
 from quantizer.pipeline.context import Runnable
 from quantizer.pipeline.deliver import deliver
 from quantizer.pipeline.diagnose_run import DIAGNOSE, wants_diagnosis, with_diagnosis
-from quantizer.pipeline.fastest_engine import for_all_variants, quantizer_of
+from quantizer.pipeline.fastest_engine import candidates_of, for_all_variants, quantizer_of
 from quantizer.pipeline.job import QUANTIZER, Job, Outline
 from quantizer.pipeline.latency_fallback import RunLatencyFallback
 from quantizer.pipeline.layouts import check_layouts, write_layout_cards
@@ -71,7 +70,8 @@ Value = TypeVar("Value")
 def carry_out(job: Job) -> RunRecord | None:
     """Run all stages of a job, and return its record; None in all processes but the first."""
     # The process for trial builds imports its libraries while the model is loaded and calibrated.
-    trials = trial_process(cpu_candidates(job.among)[0]) if job.among is not None and get_rank() == 0 else nullcontext()
+    chooses = job.among is not None and get_rank() == 0
+    trials = trial_process(candidates_of(job.config, job.among or ())[0]) if chooses else nullcontext()
     with trials, _one_core_left() if job.among is not None else nullcontext():
         for stage in TOGETHER:
             if stage.wanted(job.config):

@@ -11,6 +11,7 @@ from importlib import metadata
 
 from quantizer import __version__
 from quantizer.plan.targets import profile, profiles
+from quantizer.utils import gpu
 from quantizer.utils.cpu import cpu_info, cpu_instructions, usable_cores
 
 PACKAGES = (
@@ -59,8 +60,10 @@ def _version(package: str) -> str:
 def collect_machine() -> dict[str, str | int | float | None]:
     """Return ``cpu``, ``instructions``, ``cores`` (usable by this process), ``memory_gib``, ``os`` and ``python``.
 
-    ``memory_gib`` is the memory of the machine; None if unknown.
+    ``memory_gib`` is the memory of the machine; None if unknown. ``gpu`` is the GPU, if there is one.
     """
+    # Without torch, nothing has run on a GPU, and importing it takes seconds.
+    has_gpu = "torch" in sys.modules and gpu.is_present()
     return {
         "cpu": cpu_info().get("model name") or platform.processor() or platform.machine(),
         "instructions": ", ".join(cpu_instructions()) or None,
@@ -68,6 +71,7 @@ def collect_machine() -> dict[str, str | int | float | None]:
         "memory_gib": _memory_gib(),
         "os": platform.platform(),
         "python": platform.python_version(),
+        **({"gpu": gpu.description()} if has_gpu else {}),
     }
 
 

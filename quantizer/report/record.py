@@ -261,7 +261,7 @@ class EngineChoice(Record):
     headline: str
     """The chosen engine and the fastest float engine, or why no quantized engine is faster."""
     instructions: str | None
-    """Instruction sets of the CPU for which the choice holds; null if unknown."""
+    """Instruction sets of the CPU for which the choice holds; null if unknown, and for a GPU."""
     shapes: tuple[str, ...]
     """The shapes at which all candidates were benchmarked."""
     candidates: tuple[Candidate, ...]
@@ -269,7 +269,9 @@ class EngineChoice(Record):
     deploy: str = ""
     """The fastest file in the run folder, with its speed against the other one; empty if not compared."""
     missing: tuple[str, ...] = ()
-    """Candidates whose library is not installed, with the command that installs it."""
+    """Candidates that do not run here, with the reason, such as the command that installs their library."""
+    gpu: str | None = None
+    """The GPU for which the choice holds; null for a CPU."""
 
 
 TIE = 1.03
@@ -499,7 +501,8 @@ class RunRecord(Record):
     versions: Mapping[str, str] = field(default_factory=dict)
     """Installed version of each package that affects the run."""
     machine: Mapping[str, str | int | float | None] = field(default_factory=dict)
-    """Facts of the machine: ``cpu``, ``instructions``, ``cores``, ``memory_gib``, ``os``, ``python``."""
+    """Facts of the machine: ``cpu``, ``instructions``, ``cores``, ``memory_gib``, ``os``, ``python``; ``gpu`` if there
+    is one."""
     stages: tuple[Stage, ...] = ()
     """The stages in order, with their durations."""
 

@@ -62,7 +62,8 @@ def print_choice(choice: EngineChoice, console: Console) -> None:
 
 def missing_lines(choice: EngineChoice) -> list[str]:
     """Return a sentence for each candidate without an installed library."""
-    return [f"not tried, because it is not installed: {missing}" for missing in choice.missing]
+    reason = ", because it is not installed" if choice.gpu is None else ""
+    return [f"not tried{reason}: {missing}" for missing in choice.missing]
 
 
 def budget_line(outcome: BudgetOutcome) -> str:

@@ -73,8 +73,8 @@ def test_three_faults_at_once(write: Write) -> None:
         "good.yaml:4: data.calibration.samples: got the text '128'; expected a whole number, at least 1, or null; "
         "YAML reads this as text: write 128, without quotes",
         "good.yaml:7: quantizer.backend: got the text 'tensort'; expected 'auto', 'tensorrt', 'tensorrt-rtx', "
-        "'openvino', 'openvino-avx2', 'onnxruntime', 'onnxruntime-avx2', 'torch' or 'torch-avx2'; did you mean "
-        "'tensorrt'?",
+        "'openvino', 'openvino-avx2', 'onnxruntime', 'onnxruntime-avx2', 'torch', 'torch-avx2' or 'torch-cuda'; "
+        "did you mean 'tensorrt'?",
         "good.yaml:8: amp.batchs: unknown key; expected one of measure, granularity, batches; did you mean 'batches'?",
     ]
 
@@ -111,8 +111,8 @@ PLACES = {7: "backend: openvino", 8: "{batches: 4}", 9: "{num: 3}"}
         (10, "engine: {compute_capability: []}", "engine.compute_capability: is an empty list; expected at least one"),
         (10, "engine: {compute_capability: [sm89, sm89]}", "engine.compute_capability: 'sm89' is listed twice"),
         (10, "engine: {compute_capability: [sm89, null]}", "expected a compute capability such as 'sm89', or a list"),
-        (10, "engine: {inference_precision: bf16}", "got the text 'bf16'; expected 'float32' or 'bfloat16' or null"),
-        (10, "engine:", "engine: got null; expected a section with keys compute_capability, inference_precision"),
+        (10, "engine: {inference_precision: bf16}", "got the text 'bf16'; expected 'float16', 'bfloat16' or 'float32'"),
+        (10, "engine:", "engine: got null; expected a section with keys compute_capability, device, "),
         (10, "engine: 3", "engine: got the whole number 3; expected a section"),
         (10, "export: {dynamic: {batch: [1, 2]}}", r"export.dynamic.batch\[2\]: is missing; expected three whole"),
         (10, "export: {dynamic: {batch: [1, 2, 3, 4]}}", "export.dynamic.batch: got a list of 4; expected three whole"),
@@ -584,7 +584,8 @@ def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
     path = write("backend: tensort\nsites: {linear: 1}\n")
     assert _problems(lambda: quantizer_config(path, exclude={"name": []}, bakend="x")) == [
         "good.yaml:1: backend: got the text 'tensort'; expected 'auto', 'tensorrt', 'tensorrt-rtx', 'openvino', "
-        "'openvino-avx2', 'onnxruntime', 'onnxruntime-avx2', 'torch' or 'torch-avx2'; did you mean 'tensorrt'?",
+        "'openvino-avx2', 'onnxruntime', 'onnxruntime-avx2', 'torch', 'torch-avx2' or 'torch-cuda'; did you mean "
+        "'tensorrt'?",
         "good.yaml:2: sites.linear: got the whole number 1; expected true or false",
         "keyword 'exclude': exclude.name: unknown key; expected one of module_types, names, sites; "
         "did you mean 'names'?",

@@ -25,7 +25,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def test_names() -> None:
     cpu = ["onnxruntime", "onnxruntime-avx2", "openvino", "openvino-avx2"]
-    assert backends.names() == [*cpu, "tensorrt", "tensorrt-rtx", "torch", "torch-avx2"]
+    assert backends.names() == [*cpu, "tensorrt", "tensorrt-rtx", "torch", "torch-avx2", "torch-cuda"]
     assert [backend(name).name for name in backends.names()] == backends.names()
 
 

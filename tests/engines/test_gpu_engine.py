@@ -18,25 +18,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantizer import Quantizer
-from quantizer.engines import load_engine
-from quantizer.engines.torch_engine import gpu_engine, gpu_operators
-from quantizer.engines.torch_engine.gpu_engine import PRECISIONS, create_on, engine_on
+from quantizer.engines import BuildOptions, InputSizes, build_engine, detect_backend, inspect_engine, load_engine
+from quantizer.engines.engine_file import write_engine
+from quantizer.engines.torch_engine import gpu_engine, gpu_file, gpu_operators
+from quantizer.engines.torch_engine.gpu_engine import create_on, engine_of, engine_on
 from quantizer.engines.torch_engine.gpu_lowering import lower_for_gpu
 from quantizer.engines.torch_engine.gpu_operators import attention_entry, linear_with
 from quantizer.engines.torch_engine.graph_file import program
 from quantizer.errors import EngineError, MissingDependencyError
+from quantizer.export.exporter import export_onnx
 from quantizer.export.onnx_import.importer import import_onnx
 from quantizer.numerics.triton_kernels.tiles import (
     FLOAT16,
     LIBRARY,
     Measured,
     Method,
+    Product,
     TileTable,
     first_attention_tile,
     first_tile,
 )
 from quantizer.tasks.metrics import sqnr_db
-from quantizer.utils import lazy
+from quantizer.utils import gpu, lazy
 
 pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 
@@ -151,15 +154,15 @@ def test_every_operator_runs_on_the_device_of_the_graph(path: Path, dtype: torch
 
 def test_an_engine_of_a_gpu_without_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EngineError, match="torch sees no GPU"):
-        load_engine("torch", path, device="cuda")
+    with pytest.raises(EngineError, match="torch sees no NVIDIA GPU"):
+        load_engine("torch-cuda", path)
 
 
 def test_a_gpu_that_is_too_old(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     with pytest.raises(EngineError, match=r"compute capability 7\.5, but the kernels need 8\.0 or later"):
-        load_engine("torch", path, device="cuda")
+        load_engine("torch-cuda", path)
 
 
 def test_without_triton_the_error_names_the_extra(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,64 +173,214 @@ def test_without_triton_the_error_names_the_extra(path: Path, monkeypatch: pytes
             raise ModuleNotFoundError("No module named 'triton'", name="triton")
         return imported(name, *rest)
 
-    monkeypatch.setattr(gpu_engine, "no_gpu", lambda: None)
+    monkeypatch.setattr(gpu_file, "no_gpu", lambda: None)
     monkeypatch.setattr(lazy.importlib, "import_module", missing)
     with pytest.raises(MissingDependencyError, match="enginequant\\[triton\\]"):
-        load_engine("torch", path, device="cuda")
+        load_engine("torch-cuda", path)
 
 
+@pytest.fixture
+def gpu_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose kernels are their references on the CPU."""
+    monkeypatch.setattr(gpu, "is_present", lambda: True)
+    monkeypatch.setattr(gpu, "capability", lambda: (9, 0))
+    monkeypatch.setattr(gpu_file, "import_library", lambda *_: None)
+    monkeypatch.setattr(gpu_file, "engine_of", on_cpu)
+
+
+def on_cpu(imported: Any, _: str, **options: Any) -> gpu_engine.GpuEngine:
+    """Return an engine with reference kernels on the CPU."""
+    return engine_of(imported, "cpu", triton=False, **options)
+
+
+RANGES = {"batch": (1, 2, 4), "sequence": (4, 8, 16)}
+
+
+@pytest.mark.usefixtures("gpu_stand_in")
 @pytest.mark.parametrize(("precision", "dtype"), [(None, torch.float16), ("bfloat16", torch.bfloat16)])
-def test_the_precision_of_non_quantized_operations(
-    path: Path, monkeypatch: pytest.MonkeyPatch, precision: str | None, dtype: torch.dtype
+def test_an_engine_file_computes_what_its_onnx_file_does(
+    path: Path, tmp_path: Path, precision: str | None, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(gpu_engine, "no_gpu", lambda: None)
-    monkeypatch.setattr(gpu_engine, "import_library", lambda *_: None)
-    monkeypatch.setattr(
-        gpu_engine,
-        "engine_on",
-        lambda path, device, *, threads, dtype: engine_on(path, "cpu", threads=threads, dtype=dtype, triton=False),
-    )
-    engine = load_engine("torch", path, device="cuda", inference_precision=precision)
-    expected, other = (engine_on(path, "cpu", dtype=each, triton=False) for each in PRECISIONS.values())
-    if dtype is torch.bfloat16:
-        expected, other = other, expected
+    options = BuildOptions(dynamic=RANGES, inference_precision=precision, compiled=False)
+    built = build_engine("torch-cuda", path, tmp_path / "m.engine", options)
+    assert built.warnings == ()
+    assert detect_backend(built.path) == "torch-cuda"
+    engine = load_engine("torch-cuda", built.path)
+    assert engine.name == "torch-cuda"
+    expected = engine_on(path, "cpu", dtype=dtype, triton=False)
     assert (_outputs(engine) == _outputs(expected)).all()
-    assert (_outputs(engine) != _outputs(other)).any()
-    assert sqnr_db(_outputs(other), _outputs(engine)) > 30
+    if dtype is torch.float16:
+        assert (_outputs(load_engine("torch-cuda", path)) == _outputs(expected)).all()
 
 
-def test_a_precision_that_an_engine_lacks(path: Path) -> None:
-    with pytest.raises(EngineError, match="inference_precision is 'float32', expected float16 or bfloat16"):
-        load_engine("torch", path, device="cuda", inference_precision="float32")
-    with pytest.raises(EngineError, match="on cpu has the precision of its file; pass it with device='cuda'"):
-        load_engine("torch", path, inference_precision="bfloat16")
-    with pytest.raises(EngineError, match="its file; leave it out"):
-        load_engine("onnxruntime", path, inference_precision="bfloat16")
+@pytest.mark.usefixtures("gpu_stand_in")
+def test_an_engine_file_in_fp8(fp8_path: Path, tmp_path: Path) -> None:
+    built = build_engine("torch-cuda", fp8_path, tmp_path / "m.engine", BuildOptions(dynamic=RANGES, compiled=False))
+    assert (_outputs(load_engine("torch-cuda", built.path)) == _outputs(engine_on(fp8_path, "cpu", triton=False))).all()
 
 
-def test_an_engine_file_is_not_loaded_on_a_gpu(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="pass its ONNX file"):
-        load_engine("torch", tmp_path / "m.engine", device="cuda")
+def test_an_engine_file_is_built_without_a_gpu_and_says_so(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "is_present", lambda: False)
+    built = build_engine("torch-cuda", path, tmp_path / "m.engine", BuildOptions(dynamic=RANGES))
+    assert built.warnings == ("the engine was neither run nor measured: torch sees no NVIDIA GPU on this machine",)
+    with pytest.raises(EngineError, match=r"cannot load .*m\.engine: torch sees no NVIDIA GPU on this machine; use"):
+        load_engine("torch-cuda", built.path)
+    monkeypatch.setattr(gpu, "is_present", lambda: True)
+    monkeypatch.setattr(gpu, "capability", lambda: (7, 5))
+    with pytest.raises(EngineError, match=r"compute capability 7\.5, but the kernels need 8\.0 or later; use the CPU"):
+        load_engine("torch-cuda", built.path)
 
 
-def test_a_device_that_a_backend_lacks(path: Path) -> None:
-    with pytest.raises(EngineError, match="its engines run on cpu, not on 'cuda'"):
-        load_engine("onnxruntime", path, device="cuda")
-    with pytest.raises(EngineError, match="its engines run on cpu or cuda, not on 'tpu'"):
-        load_engine("torch", path, device="tpu")
+def test_an_engine_file_belongs_to_one_backend(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_file, "no_gpu", lambda: None)
+    monkeypatch.setattr(gpu_file, "import_library", lambda *_: None)
+    cpu_file = build_engine("torch", path, tmp_path / "cpu.engine", BuildOptions(compiled=False)).path
+    with pytest.raises(EngineError, match=r"cpu\.engine is an engine of torch, not of torch-cuda: call load_engine\("):
+        load_engine("torch-cuda", cpu_file)
+    monkeypatch.setattr(gpu_file, "no_gpu", lambda: "none")
+    gpu_path = build_engine("torch-cuda", path, tmp_path / "gpu.engine").path
+    with pytest.raises(EngineError, match=r"gpu\.engine is an engine of torch-cuda, not of torch: call load_engine\("):
+        load_engine("torch", gpu_path)
+
+
+@pytest.mark.usefixtures("gpu_stand_in")
+def test_an_engine_file_keeps_the_measured_methods(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh, product, sizes = TileTable(), Product(16, 64, 32, "int8", "none", "9.0"), []
+    for module in (gpu_engine, gpu_file):
+        monkeypatch.setattr(module, "TABLE", fresh)
+
+    def tune(_: Any, inputs: Any) -> int:
+        sizes.append(next(iter(inputs.values())).shape)
+        fresh._entries[product] = Measured(FLOAT16, 1.5)
+        return 1
+
+    monkeypatch.setattr(gpu_engine.GpuEngine, "tune", tune)
+    built = build_engine("torch-cuda", path, tmp_path / "m.engine", BuildOptions(dynamic=RANGES, compiled=False))
+    assert sizes == [(2, 8), (1, 8)]
+    fresh._entries.clear()
+    load_engine("torch-cuda", built.path)
+    assert {each: fresh[each] for each in fresh} == {product: Measured(FLOAT16, 1.5)}
+    file = gpu_file.read_for_gpu(built.path)
+    assert file.gpu is not None
+    other = replace(file, gpu=replace(file.gpu, tiles='{"format": 1}'))
+    write_engine(tmp_path / "other.engine", memoryview(other.packed()))
+    with pytest.raises(EngineError, match="its measured tiles are damaged or of another release: build it again"):
+        load_engine("torch-cuda", tmp_path / "other.engine")
+
+
+@pytest.mark.usefixtures("gpu_stand_in")
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_the_graph_is_compiled_if_that_is_faster(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_faster: bool
+) -> None:
+    modules, compile_with = [], torch.compile
+
+    def compile_graph(module: Any, *, dynamic: bool) -> Any:
+        assert dynamic
+        modules.append(module)
+        # Inductor sums in another order.
+        return compile_with(module, dynamic=dynamic, backend="aot_eager")
+
+    def seconds(calls: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+        assert rounds > 1
+        for call in calls.values():
+            call()
+        return {name: [1.0 if (name == "compiled") == is_faster else 2.0] for name in calls}
+
+    monkeypatch.setattr(torch, "compile", compile_graph)
+    monkeypatch.setattr(gpu_file, "interleaved_latency", seconds)
+    monkeypatch.setattr(gpu_file, "missing_compiler", lambda: None)
+    built = build_engine("torch-cuda", path, tmp_path / "m.engine", BuildOptions(dynamic=RANGES))
+    assert len(modules) == 1
+    engine = load_engine("torch-cuda", built.path)
+    assert len(modules) == 1 + is_faster
+    assert (_outputs(engine) == _outputs(engine_on(path, "cpu", triton=False))).all()
+
+
+@pytest.mark.usefixtures("gpu_stand_in")
+def test_a_graph_that_does_not_compile_is_eager_with_the_reason(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel image\nat line 3")
+
+    monkeypatch.setattr(torch, "compile", lambda module, **_: fail)
+    monkeypatch.setattr(gpu_file, "missing_compiler", lambda: None)
+    built = build_engine("torch-cuda", path, tmp_path / "m.engine", BuildOptions(dynamic=RANGES))
+    assert "the engine is not compiled, because compilation failed: torch could not run" in built.warnings[0]
+    monkeypatch.setattr(gpu_file, "missing_compiler", lambda: "no C++ compiler found")
+    built = build_engine("torch-cuda", path, tmp_path / "m.engine", BuildOptions(dynamic=RANGES))
+    assert built.warnings == (
+        "the engine is not compiled, because no C++ compiler found; a compiled engine may be faster",
+    )
+
+
+@pytest.mark.usefixtures("gpu_stand_in")
+def test_a_graph_that_does_not_fit_into_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nof which 1 GiB is free")
+
+    monkeypatch.setattr(gpu_file, "engine_of", fail)
+    text = r"m\.onnx does not fit into the free memory of the GPU: CUDA out of memory\. Tried to allocate 2\.00 GiB\.$"
+    with pytest.raises(EngineError, match=text):
+        load_engine("torch-cuda", path)
+
+
+@pytest.mark.usefixtures("gpu_stand_in")
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_the_precision_of_each_layer(path: Path, fp8_path: Path, kind: str) -> None:
+    found = inspect_engine("torch-cuda", path if kind == "int8" else fp8_path, sizes=InputSizes(2, 16))
+    assert found.verified
+    precisions = {share.precision: share for share in found.shares}
+    # q, k and v are one layer; then attention's output, up and down; and the pooler.
+    assert precisions[kind].products == (9 if kind == "int8" else 5)
+    assert found.attention_fused == (2 if kind == "int8" else 1)
+    assert {layer.precision for layer in found.layers if layer.role == "attention"} == {"fp16"}
+    norms = [layer for layer in found.layers if layer.role == "normalization"]
+    assert len(norms) == (5 if kind == "int8" else 3)
+    assert all(layer.readers for layer in norms[:-1])
+    assert found.low_share() == pytest.approx(0.889 if kind == "int8" else 0.875, abs=0.02)
+
+
+@pytest.mark.usefixtures("gpu_stand_in")
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_an_engine_of_a_float_model(tmp_path: Path, precision: str) -> None:
+    model = tiny("bert")
+    model.encoder.layer = model.encoder.layer[:1]
+    path = export_onnx(model, tmp_path / "m.onnx", batch("bert"), opset=20, dtype=torch.float32)
+    options = BuildOptions(dynamic=RANGES, inference_precision=precision, compiled=False)
+    engine = load_engine("torch-cuda", build_engine("torch-cuda", path, tmp_path / "m.engine", options).path)
+    with torch.no_grad():
+        expected = model(**batch("bert", seed=9)).last_hidden_state
+    assert sqnr_db(expected.numpy(), _outputs(engine)) > (55 if precision == "float16" else 40)
+
+
+def test_options_that_a_gpu_engine_lacks(path: Path, tmp_path: Path) -> None:
+    for options, text in (
+        (BuildOptions(inference_precision="float32"), "does not support 'float32'; expected bfloat16 or float16"),
+        (BuildOptions(strip_weights=True), "torch-cuda always stores the weights in its engines"),
+    ):
+        with pytest.raises(EngineError, match=text):
+            build_engine("torch-cuda", path, tmp_path / "m.engine", options)
 
 
 _ON_A_CPU = """
 import sys
 from pathlib import Path
 from quantizer.engines import BuildOptions, build_engine, load_engine
+from quantizer.engines.candidates import usable_backends
+import quantizer.pipeline.quantize_model
 
 path, engine = map(Path, sys.argv[1:])
 build_engine("torch", path, engine, BuildOptions(compiled=False))
 for file in (path, engine):
     load_engine("torch", file)
-engines = "quantizer.engines.torch_engine"
-names = (f"{engines}.gpu", f"{engines}.kernel_plan", "quantizer.numerics.triton")
+usable_backends(["torch"])
+engines = "quantizer.engines"
+names = (f"{engines}.torch_engine.gpu", f"{engines}.torch_engine.kernel_plan", f"{engines}.for_this_gpu")
+names += ("quantizer.numerics.triton",)
 print([name for name in sys.modules if name.startswith(names)])
 """
 
@@ -468,43 +621,6 @@ def test_methods_are_timed_as_replays_of_a_graph_if_there_is_one(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert gpu_engine.gpu_seconds(call) == pytest.approx(0.001 if is_captured else 0.002)
-
-
-def test_operations_between_the_kernels_are_compiled_if_that_is_faster(path: Path) -> None:
-    """The kernels are called as before, also for shapes that were not compiled."""
-    engine = engine_on(path, "cpu", triton=False)
-    others = {name: value[:2] for name, value in INPUTS.items()}
-    expected = [engine(inputs) for inputs in (INPUTS, others)]
-    times = iter([2.0, 1.0, 1.0, 2.0])
-    reason = engine.compile(INPUTS, backend="aot_eager", seconds=lambda call: next(times))
-    assert reason == "compiled, a call takes 2000.000 ms, not less than 1000.000 ms without it"
-    assert not engine._compiled
-    assert engine.compile(INPUTS, backend="aot_eager", seconds=lambda call: next(times)) is None
-    calls: list[int] = []
-    ((shape, compiled),) = engine._compiled.items()
-
-    def counted(*inputs: Tensor) -> tuple[Tensor, ...]:
-        calls.append(len(inputs))
-        return compiled(*inputs)
-
-    engine._compiled[shape] = counted
-    for inputs, outputs in zip((INPUTS, others), expected, strict=True):
-        found = engine(inputs)
-        assert all((found[name] == value).all() for name, value in outputs.items())
-    assert calls == [2]
-
-
-def test_an_engine_whose_compilation_fails_runs_without_it(path: Path) -> None:
-    def fail(graph: Any, inputs: Any) -> Any:
-        raise NotImplementedError("no such GPU\nat line 3")
-
-    engine = engine_on(path, "cpu", triton=False)
-    before = _outputs(engine)
-    backend: Any = fail
-    reason = engine.compile(INPUTS, backend=backend, seconds=lambda call: pytest.fail("measured"))
-    text = "torch.compile failed: BackendCompilerFailed: backend='fail' raised: NotImplementedError: no such GPU"
-    assert reason == text
-    assert (_outputs(engine) == before).all()
 
 
 def test_a_cpu_has_no_graphs(path: Path) -> None:

@@ -43,5 +43,7 @@ def test_every_bit(golden: Golden) -> None:
     known = recorded(name)["bits"].get(machine())
     if known is None:
         pytest.skip(f"no bits were recorded on a machine like this one ({machine()})")
-    for backend, entry in entries.items():
+    # A backend is first recorded on one kind of machine.
+    for backend in entries.keys() & known.keys():
+        entry = entries[backend]
         assert {name: entry["bits"][name] for name in known[backend]} == known[backend], backend

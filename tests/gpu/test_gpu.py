@@ -14,8 +14,9 @@ from helpers import ConvNet, batch, tiny
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from quantizer import Quantizer, quantize_model
-from quantizer.engines import load_engine
+from quantizer import Quantizer, load, quantize_model
+from quantizer.engines import BuildOptions, InputSizes, build_engine, inspect_engine, load_engine
+from quantizer.export.exporter import export_onnx
 from quantizer.tasks.metrics import sqnr_db
 
 pytestmark = pytest.mark.gpu
@@ -189,7 +190,7 @@ def test_a_lowered_model_in_half_precision(device: str, dtype: str) -> None:
 
 
 def test_an_engine_whose_kernels_read_and_write_8_bits(device: str, tmp_path: Path) -> None:
-    """Beside its references on the CPU: at a first call, with measured tiles, as a CUDA graph, and compiled."""
+    """Beside its references on the CPU: at a first call, with measured tiles, and as a CUDA graph."""
     pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
     pytest.importorskip("triton", reason="kernels need enginequant[triton]")
     from quantizer.engines.torch_engine.gpu_engine import engine_on
@@ -197,19 +198,83 @@ def test_an_engine_whose_kernels_read_and_write_8_bits(device: str, tmp_path: Pa
     model = tiny("bert")
     q = make_calibrated(model, _batches("cpu"), backend="torch")
     path = q.export(q.quantize(model), tmp_path / "m.onnx", batch("bert"))
-    engine, reference = load_engine("torch", path, device=device), engine_on(path, "cpu", triton=False)
+    engine, reference = load_engine("torch-cuda", path), engine_on(path, "cpu", triton=False)
     assert [kernel.fallback for kernel in engine.plan.kernels if kernel.fallback] == []
     inputs = {name: value.numpy() for name, value in batch("bert", seed=9).items()}
     expected = reference(inputs)
-    for turn in range(6):
+    for turn in range(4):
         if turn == 1:
             assert engine.tune(inputs, tmp_path / "tiles.json") > 0
-        if turn == 4:
-            reason = engine.compile(inputs)
-            assert reason is None or "not less than" in reason
         for name, values in engine(inputs).items():
             assert sqnr_db(expected[name], values) > 40
     assert engine.no_graphs is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["float", "int8", "fp8"])
+def test_an_engine_file_of_torch(device: str, tmp_path: Path, kind: str, compiled: bool) -> None:
+    """Measured in its build, and beside its references on the CPU at a shape that was not measured."""
+    pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+    pytest.importorskip("triton", reason="kernels need enginequant[triton]")
+    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    from quantizer.engines.torch_engine.gpu_engine import engine_on
+    from quantizer.engines.torch_engine.gpu_file import read_for_gpu
+
+    model = tiny("bert")
+    if kind == "float":
+        path = export_onnx(model, tmp_path / "m.onnx", batch("bert"), opset=20, dtype=torch.float32)
+    else:
+        q = make_calibrated(model, _batches("cpu"), backend="torch-cuda", dtype=kind)
+        path = q.export(q.quantize(model), tmp_path / "m.onnx", batch("bert"))
+    options = BuildOptions(dynamic={"batch": (1, 2, 4), "sequence": (4, 8, 16)}, compiled=compiled)
+    built = build_engine("torch-cuda", path, tmp_path / "m.engine", options)
+    assert built.warnings == ()
+    file = read_for_gpu(built.path)
+    assert file.gpu is not None
+    assert bool(file.gpu.tiles) is (kind != "float")
+    engine, reference = load_engine("torch-cuda", built.path), engine_on(path, "cpu", triton=False)
+    inputs = {name: value.numpy() for name, value in batch("bert", seed=9).items()}
+    expected = reference(inputs)
+    for _ in range(3):
+        for name, values in engine(inputs).items():
+            assert sqnr_db(expected[name], values) > 35
+    inspection = inspect_engine("torch-cuda", built.path, sizes=InputSizes(2, 8))
+    formats = {share.precision for share in inspection.shares if share.products}
+    assert formats == ({"fp16"} if kind == "float" else {kind, "fp16"})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_fastest_engine_for_the_device_of_the_model(device: str, tmp_path: Path, on_gpu: bool) -> None:
+    pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
+    pytest.importorskip("triton", reason="kernels need enginequant[triton]")
+    pytest.importorskip("onnxruntime", reason="the CPU needs enginequant[onnxruntime]")
+    model = _model(device if on_gpu else "cpu")
+    made = quantize_model(model, _batches("cpu"), preset="plain", time_budget=None, progress=False)
+    choice = made.record.choice
+    assert choice is not None
+    backends = {entry.backend for entry in choice.candidates}
+    if not on_gpu:
+        assert choice.gpu is None
+        assert not backends & {"torch-cuda", "tensorrt", "tensorrt-rtx"}
+        return
+    assert choice.gpu is not None
+    assert choice.gpu.startswith(torch.cuda.get_device_name())
+    formats = {"float16", "int8", *(["fp8"] if torch.cuda.get_device_capability() >= (8, 9) else [])}
+    of_torch = {entry.format: entry for entry in choice.candidates if entry.backend == "torch-cuda"}
+    assert of_torch.keys() == formats
+    assert all(entry.milliseconds for entry in of_torch.values())
+    assert made.record.engine is not None
+    assert made.record.engine.backend in {"torch-cuda", "tensorrt", "tensorrt-rtx"}
+    inputs = _batches(device)[0]
+    with torch.no_grad():
+        expected = made.engine(**inputs)
+    assert expected.last_hidden_state.device.type == device
+    again = load(made.save(tmp_path / "saved"))
+    hidden = again(**inputs)["last_hidden_state"]
+    assert sqnr_db(expected.last_hidden_state.cpu().numpy(), hidden.cpu().numpy()) > 40
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

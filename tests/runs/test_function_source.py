@@ -32,10 +32,7 @@ from quantizer.report import RunRecord, read_record
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 
-pytestmark = [
-    pytest.mark.usefixtures("exact_byte_products"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt"),
-]
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 FUNCTIONS = {"source": "my_pkg.nets:build", "inputs": "my_pkg.data:calibration", "metric": "my_pkg.data:score"}

@@ -30,10 +30,7 @@ from quantizer.utils.fingerprint import tensors_digest
 
 OPENVINO, ONNXRUNTIME = (next(one for one in cpu_candidates()[0] if one.startswith(name)) for name in ("open", "onnx"))
 
-pytestmark = [
-    pytest.mark.usefixtures("exact_byte_products"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt"),
-]
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 # A module of the user, which counts the passes of its model in a file, and whose score of an engine can be stopped.
 SOURCE = """

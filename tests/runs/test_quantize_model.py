@@ -28,10 +28,7 @@ from quantizer.report.compare_shown import html_from_comparison
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 
-pytestmark = [
-    pytest.mark.usefixtures("exact_byte_products"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt"),
-]
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 class Net(nn.Module):

@@ -45,10 +45,7 @@ from quantizer.report.record import Candidate
 OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
 TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
 
-pytestmark = [
-    pytest.mark.usefixtures("exact_byte_products"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt"),
-]
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 @pytest.fixture
@@ -401,7 +398,8 @@ def test_a_choice_leaves_one_core_to_the_builds(
     monkeypatch.setattr(stages, "TOGETHER", (one,))
     monkeypatch.setattr(stages, "ALONE", (one,))
     monkeypatch.setattr(stages, "report", lambda _: None)
-    job: Any = SimpleNamespace(config=SimpleNamespace(quantize=True), among=among)
+    config = SimpleNamespace(quantize=True, quantizer=SimpleNamespace(backend="onnxruntime"))
+    job: Any = SimpleNamespace(config=config, among=among)
     stages.carry_out(job)
     assert set_to == [inside, before]
     assert threads == before

@@ -129,7 +129,7 @@ def _variants(folder: Path) -> None:
     quantizer = Quantizer(preset="plain", backend=first, activations={"calibrator": "output"})
     quantizer.calibrate(model, batches, split=True)
     found = for_all_variants(config, quantizer, (first, second))
-    assert set(found) == {(first, False), *([(second, False)] if get_world_size() > 1 else [])}
+    assert set(found) == {(first, "int8", False), *([(second, "int8", False)] if get_world_size() > 1 else [])}
     kept = f"rank {get_rank()} of {get_world_size()}"
     for name, ranges in ((first, "static"), (second, "static"), (second, "dynamic")):
         wanted = {"quantizer": {"backend": name, "activations": {"ranges": ranges}}}

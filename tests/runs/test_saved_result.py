@@ -32,10 +32,7 @@ from quantizer.utils.records import Diagnosis, Fix
 
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 
-pytestmark = [
-    pytest.mark.usefixtures("exact_byte_products"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt"),
-]
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 class Parts(nn.Module):

@@ -37,8 +37,6 @@ from quantizer.pipeline.ultralytics_layout import ultralytics_model, write_ultra
 from quantizer.plan.targets.clients import OF_MODULES, ULTRALYTICS
 from quantizer.report.model_card import CARD
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt")
-
 ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
 OPENVINO = next(name for name in cpu_candidates()[0] if name.startswith("openvino"))
 

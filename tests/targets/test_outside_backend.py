@@ -85,7 +85,7 @@ fp8 = Quantizer(preset="plain", backend="reference", dtype="fp8")
 fp8.calibrate(net, [torch.ones(1, 4)])
 with pytest.raises(ConfigError, match="reference does not support activations in fp8; use int8, uint8"):
     fp8.quantize(net)
-with pytest.raises(ConfigError, match="'torch-avx2' or 'reference'; did you mean 'reference'"):
+with pytest.raises(ConfigError, match="'torch-cuda' or 'reference'; did you mean 'reference'"):
     Quantizer(preset="plain", backend="referense")
 with pytest.raises(EngineError, match="reference uses the types of the ONNX file"):
     backend("reference").check(BuildOptions(inference_precision="bfloat16"))

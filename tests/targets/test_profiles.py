@@ -17,7 +17,7 @@ from quantizer.plan.targets import TargetProfile, profile, profiles
 
 def test_names() -> None:
     cpu = ["onnxruntime", "onnxruntime-avx2", "openvino", "openvino-avx2"]
-    assert profiles.names() == [*cpu, "tensorrt", "tensorrt-rtx", "torch", "torch-avx2"]
+    assert profiles.names() == [*cpu, "tensorrt", "tensorrt-rtx", "torch", "torch-avx2", "torch-cuda"]
 
 
 def test_the_configuration_knows_every_target_and_an_engine_runs_it() -> None:

@@ -1,10 +1,9 @@
-"""Backend of PyTorch on the CPU, with the integer kernels of oneDNN.
+"""Backends of PyTorch: on the CPU with the integer kernels of oneDNN, and on an NVIDIA GPU with kernels of Triton.
 
-An engine file holds a graph of torch operators, lowered from the ONNX file. An eager engine is built in seconds for
-every CPU and runs operator by operator. A compiled engine is a shared library of Inductor: it needs a C++ compiler and
-about a minute, and belongs to the torch release and processor type. If both are possible, the faster one is written.
-
-An ONNX file can also be loaded on an NVIDIA GPU, where Triton kernels compute the linear layers and norms.
+An engine file for a CPU holds a graph of torch operators, lowered from the ONNX file. An eager engine is built in
+seconds for every CPU and runs operator by operator. A compiled engine is a shared library of Inductor: it needs a C++
+compiler and about a minute, and belongs to the torch release and processor type. If both are possible, the faster one
+is written. For engines for a GPU see ``gpu_file.py``.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from quantizer.utils.records import Inspection
 
 if TYPE_CHECKING:
     from quantizer.engines.torch_engine.engine import TorchEngine
+    from quantizer.engines.torch_engine.gpu_engine import GpuEngine
 
 
 class TorchBackend:
-    """Backend of PyTorch for the CPU, which also loads ONNX files on a GPU."""
+    """Backend of PyTorch for the CPU."""
 
     device = "cpu"
-    devices = ("cpu", "cuda")
 
     def __init__(self, name: str = "torch") -> None:
         self.name = name
@@ -54,16 +53,7 @@ class TorchBackend:
         report(1.0, "compile")
         return *warnings, *saturation_warnings(self.name, onnx_path)
 
-    def load(
-        self,
-        path: Path,
-        *,
-        threads: int = 1,
-        verify: bool = True,
-        trust: bool = False,
-        device: str = "cpu",
-        inference_precision: str = "float16",
-    ) -> TorchEngine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> TorchEngine:
         """Load an engine file, or lower an ``.onnx`` file for eager execution.
 
         Args:
@@ -71,13 +61,7 @@ class TorchBackend:
             threads: number of CPU threads.
             verify: compare an engine file with the checksum in it.
             trust: load a compiled engine, which is native code, even if this process has not built it.
-            device: ``cuda`` for an ``.onnx`` file on a GPU, which needs the extra ``triton``.
-            inference_precision: type of non-quantized operations on a GPU, ``float16`` or ``bfloat16``.
         """
-        if device != "cpu":
-            from quantizer.engines.torch_engine.gpu_engine import load_on_gpu
-
-            return load_on_gpu(path, threads=threads, inference_precision=inference_precision)
         from quantizer.engines.torch_engine.engine import loaded, read_file
 
         return loaded(read_file(path, verify=verify, trust=trust), threads)
@@ -98,5 +82,48 @@ class TorchBackend:
         return inspect_graph(self.name, read_file(path, trust=trust), sizes, threads, runs)
 
 
+class GpuTorchBackend:
+    """Backend of PyTorch for an NVIDIA GPU; it also builds engines on a machine without one."""
+
+    name = "torch-cuda"
+    device = "cuda"
+
+    def check(self, options: BuildOptions) -> None:
+        """Raise for options of other backends."""
+        options.check_for(self)
+
+    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> Sequence[str]:
+        """Write the graph of the ONNX file; on a machine with a GPU, measure its kernels first."""
+        from quantizer.engines.torch_engine.gpu_file import built_for_gpu
+
+        self.check(options)
+        report = options.progress or (lambda share, phase: None)
+        file, warnings = built_for_gpu(onnx_path, options, report)
+        write_engine(engine_path, memoryview(file.packed()))
+        report(1.0, "compile")
+        return warnings
+
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True, trust: bool = False) -> GpuEngine:
+        """Load an engine file or an ``.onnx`` file onto the GPU; a file contains no native code."""
+        from quantizer.engines.torch_engine.gpu_file import load_on_gpu
+
+        return load_on_gpu(path, threads=threads, verify=verify)
+
+    def inspect(
+        self,
+        path: Path,
+        *,
+        threads: int = 1,
+        sizes: InputSizes = USUAL_SIZES,
+        runs: int = RUNS,
+        trust: bool = False,
+    ) -> Inspection:
+        """Run an engine file or an ``.onnx`` file on the GPU; layers have no times."""
+        from quantizer.engines.torch_engine.gpu_file import inspect_on_gpu
+
+        return inspect_on_gpu(path, self.name, threads, sizes)
+
+
 for _name in ("torch", "torch-avx2"):
     backends.add(_name)(TorchBackend(_name))
+backends.add("torch-cuda")(GpuTorchBackend())

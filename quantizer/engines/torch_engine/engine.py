@@ -128,14 +128,21 @@ def read_file(path: Path, *, verify: bool = True, trust: bool = False) -> GraphF
         imported = import_onnx(path)
         _lowered(imported, path)
         return GraphFile(imported.module, imported.inputs, imported.outputs, None, str(torch.__version__))
-    content, _ = read_engine(existing_file(path), verify=verify)
-    try:
-        file = unpack(content)
-    except EngineError as error:
-        raise EngineError(f"{path} is not an engine of backend torch or is damaged: {error}; build it again") from error
+    file = unpacked(path, verify=verify)
+    if file.gpu is not None:
+        raise EngineError(f"{path} is an engine for a GPU: load it with backend torch-cuda")
     if file.compiled is not None:
         check_trust(path, file.compiled, trust=trust)
     return file
+
+
+def unpacked(path: Path, *, verify: bool = True) -> GraphFile:
+    """Return the contents of an engine file."""
+    content, _ = read_engine(existing_file(path), verify=verify)
+    try:
+        return unpack(content)
+    except EngineError as error:
+        raise EngineError(f"{path} is not an engine of backend torch or is damaged: {error}; build it again") from error
 
 
 def loaded(file: GraphFile, threads: int) -> TorchEngine:

@@ -3,16 +3,17 @@
 A kernel that does not compile for the GPU is replaced by operations of torch when the engine is loaded, with its reason
 in the plan. From the second call with the same shapes on, an engine replays a CUDA graph. ``GpuEngine.tune`` measures
 the methods of the linear layers for a shape: tiles of the kernel, products of torch, and float16; and those of
-attentions with padding: tiles of the kernel and PyTorch's ``scaled_dot_product_attention``. ``GpuEngine.compile`` lets
-Inductor fuse the operations between the kernels.
+attentions with padding: tiles of the kernel and PyTorch's ``scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,12 +43,10 @@ from quantizer.export.onnx_import.graph_builder import OperatorGraph
 from quantizer.export.onnx_import.importer import Imported, import_onnx
 from quantizer.numerics.formats import FP8
 from quantizer.numerics.triton_kernels.tiles import FLOAT16, TABLE, methods_for
-from quantizer.utils.lazy import import_library
+from quantizer.utils import gpu
 
 _LEAST_CAPABILITY = (8, 0)
 """The first compute capability with matrix multiplications of INT8 and with bfloat16 in Triton."""
-
-_LEAST_FOR_FP8 = (8, 9)
 
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """The types of non-quantized operations by name."""
@@ -56,10 +55,14 @@ PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 class GpuEngine(TorchEngine):
     """Lowered graph on a GPU.
 
+    With ``compiled``, Inductor compiles the graph at the first call: its kernels for the operators between ours.
+
     Attributes:
         plan: what each kernel reads and writes, how layers are computed after ``tune``, and why.
         no_graphs: why calls do not replay CUDA graphs; None: they do.
     """
+
+    name = "torch-cuda"
 
     def __init__(
         self,
@@ -69,12 +72,17 @@ class GpuEngine(TorchEngine):
         threads: int,
         reasons: Mapping[str, str],
         fallbacks: Mapping[str, str],
+        *,
+        compiled: bool = False,
     ) -> None:
         super().__init__(self._on_device, imported.inputs, imported.outputs, threads)
         self.device = device
         self._module, self._program = module, program(module)
+        if compiled:
+            # One compilation for all sizes: at each new one, a call would wait for another.
+            dynamic = any(size is None for spec in imported.inputs for size in spec.shape)
+            self._program = torch.compile(fx.GraphModule(module, module.graph), dynamic=dynamic)
         self._reasons, self._fallbacks = reasons, fallbacks
-        self._compiled: dict[tuple[torch.Size, ...], Callable[..., tuple[Tensor, ...]]] = {}
         self._graphs = ShapeGraphs(self.compute)
         if device == "cpu":
             self._graphs.reason = "a CPU has no CUDA graphs"
@@ -89,8 +97,8 @@ class GpuEngine(TorchEngine):
 
     def compute(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs for inputs by position, all on the device of the engine, without CUDA graphs."""
-        run: Callable[..., tuple[Tensor, ...]] = self._compiled.get(_shapes(inputs), self._program)
-        return run(*inputs)
+        outputs: tuple[Tensor, ...] = self._program(*inputs)
+        return outputs
 
     def _on_device(self, *inputs: Tensor) -> list[Tensor]:
         outputs = self._graphs(*(tensor.to(self.device) for tensor in inputs))
@@ -131,63 +139,9 @@ class GpuEngine(TorchEngine):
             TABLE.write(Path(file))
         return tuner.count
 
-    def compile(
-        self,
-        inputs: Any,
-        *,
-        backend: str = "inductor",
-        seconds: Callable[[Callable[[], object]], float] | None = None,
-    ) -> str | None:
-        """Let ``torch.compile`` fuse the operations between the kernels for inputs of a shape, if that is faster.
-
-        It takes from seconds to minutes, and helps models with many such operations, such as rotary embeddings. Kernels
-        and CUDA graphs are used as before. Call ``tune`` first.
-
-        Args:
-            inputs: inputs as in a call of the engine.
-            backend: a backend of ``torch.compile``.
-            seconds: returns the seconds of a call; None: measured on the GPU.
-
-        Returns:
-            why these inputs are computed without it; None: they are computed with it.
-
-        Raises:
-            EngineError: inputs of another type or shape.
-        """
-        tensors = self._tensors(inputs)
-        # The names in its code come from the import, not from the ONNX file.
-        graph = fx.GraphModule(self._module, self._module.graph)
-        compiled = torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
-
-        def run(*arguments: Tensor) -> tuple[Tensor, ...]:
-            # In another mode, torch would compile again.
-            with torch.inference_mode():
-                outputs: tuple[Tensor, ...] = compiled(*arguments)
-            return outputs
-
-        try:
-            run(*tensors)
-            taken, before = (partial(each, *tensors) for each in (run, self._program))
-            times = [(seconds or gpu_seconds)(call) for call in (taken, before)]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - compilers raise errors of many classes
-            # The first line names the backend, the second one its error.
-            lines = " ".join(str(error).strip().splitlines()[:2])
-            return f"torch.compile failed: {type(error).__name__}: {lines}"
-        if times[0] >= times[1]:
-            return f"compiled, a call takes {1000 * times[0]:.3f} ms, not less than {1000 * times[1]:.3f} ms without it"
-        self._compiled[_shapes(tensors)] = run
-        self._graphs.forget()
-        return None
-
     def _tensors(self, inputs: Any) -> list[Tensor]:
         """Return the inputs of a call on the device."""
         return [torch.from_numpy(array.copy()).to(self.device) for array in self._checked(inputs).values()]
-
-
-def _shapes(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
-    return tuple(tensor.shape for tensor in tensors)
 
 
 class _Tuner(fx.Interpreter):
@@ -264,75 +218,77 @@ def gpu_seconds(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def load_on_gpu(path: Path, *, threads: int = 1, inference_precision: str = "float16") -> GpuEngine:
-    """Return the engine of an ONNX file on the current GPU.
-
-    Args:
-        path: a Q/DQ file.
-        threads: number of CPU threads.
-        inference_precision: type of non-quantized operations, ``float16`` or ``bfloat16``.
-
-    Raises:
-        EngineError: another precision; there is no GPU, it is too old, or the graph does not run.
-        MissingDependencyError: Triton is not installed.
-    """
-    dtype = PRECISIONS.get(inference_precision)
-    if dtype is None:
-        raise EngineError(f"inference_precision is {inference_precision!r}, expected {' or '.join(PRECISIONS)}")
-    if path.suffix.lower() != ".onnx":
-        raise EngineError(f"{path} is an engine for the CPU: pass its ONNX file to load it on a GPU")
-    if (reason := no_gpu()) is not None:
-        raise EngineError(reason)
-    import_library("triton", "triton")
-    return engine_on(path, "cuda", threads=threads, dtype=dtype)
-
-
 def no_gpu() -> str | None:
     """Return why kernels cannot run on this machine; None if they can."""
-    if not torch.cuda.is_available():
-        return "torch sees no GPU on this machine; leave out the device for the CPU"
-    capability = torch.cuda.get_device_capability()
+    if not gpu.is_present():
+        return "torch sees no NVIDIA GPU on this machine; use backend torch for the CPU"
+    capability = gpu.capability()
     if capability < _LEAST_CAPABILITY:
-        found, least = (".".join(map(str, pair)) for pair in (capability, _LEAST_CAPABILITY))
+        found, least = map(gpu.dotted, (capability, _LEAST_CAPABILITY))
         return f"the GPU has compute capability {found}, but the kernels need {least} or later; use the CPU"
     return None
 
 
 def no_fp8(module: OperatorGraph) -> str | None:
     """Return why the GPU cannot run the FP8 layers of a graph; None if it can, or if there are none."""
-    capability = torch.cuda.get_device_capability()
-    if capability >= _LEAST_FOR_FP8 or all(tensor.dtype is not FP8.storage for tensor in module.buffers()):
+    if all(tensor.dtype is not FP8.storage for tensor in module.buffers()) or gpu.has_fp8():
         return None
-    found, least = (".".join(map(str, pair)) for pair in (capability, _LEAST_FOR_FP8))
+    found, least = map(gpu.dotted, (gpu.capability(), gpu.LEAST_FOR_FP8))
     return f"it is in FP8, which needs compute capability {least} or later, but the GPU has {found}; use INT8"
 
 
 def engine_on(
     path: Path, device: str, *, threads: int = 1, dtype: torch.dtype = torch.float16, triton: bool = True
 ) -> GpuEngine:
-    """Return the engine of an ONNX file on a device.
+    """Return the engine of an ONNX file on a device; for arguments and errors see ``engine_of``."""
+    with refusals_name(path):
+        return engine_of(import_onnx(path, fp8=True), device, threads=threads, dtype=dtype, triton=triton)
+
+
+@contextmanager
+def refusals_name(path: Path) -> Iterator[None]:
+    """Name the file of a graph in errors, and say if it does not fit into the memory of the GPU."""
+    try:
+        yield
+    except EngineError as error:
+        raise EngineError(f"backend torch-cuda cannot run {path}: {error}") from error
+    except torch.OutOfMemoryError as error:
+        first = str(error).partition("\n")[0]
+        raise EngineError(f"{path} does not fit into the free memory of the GPU: {first}") from error
+
+
+def engine_of(
+    imported: Imported,
+    device: str,
+    *,
+    threads: int = 1,
+    dtype: torch.dtype = torch.float16,
+    triton: bool = True,
+    compiled: bool = False,
+    usual: Mapping[str, int] = MappingProxyType({}),
+) -> GpuEngine:
+    """Lower a graph in place, and return its engine on a device.
 
     Args:
-        path: a Q/DQ file.
+        imported: a graph of ``import_onnx``.
         device: a device of torch.
         threads: number of CPU threads.
         dtype: type of values that are not quantized.
         triton: run Triton's kernels; False: their references in torch, which also run on a CPU.
+        compiled: let Inductor compile the graph.
+        usual: usual sizes of dynamic dimensions, by name, at which kernels are tried.
 
     Raises:
         EngineError: the graph does not run.
+        torch.OutOfMemoryError: it does not fit into the memory of the GPU.
     """
-    imported = import_onnx(path, fp8=True)
-    try:
-        sizes, reasons = lower_for_gpu(imported, dtype=dtype, triton=triton)
-    except EngineError as error:
-        raise EngineError(f"backend torch cannot run {path}: {error}") from error
+    sizes, reasons = lower_for_gpu(imported, dtype=dtype, triton=triton, usual=usual)
     if device == "cuda" and (reason := no_fp8(imported.module)) is not None:
-        raise EngineError(f"backend torch cannot run {path}: {reason}")
+        raise EngineError(reason)
     module = imported.module.to(device)
     create_on(module, device)
     fallbacks = replace_failing(module, sample_inputs(imported, sizes, device)) if triton else {}
-    return GpuEngine(module, imported, device, threads, reasons, fallbacks)
+    return GpuEngine(module, imported, device, threads, reasons, fallbacks, compiled=compiled)
 
 
 _FACTORIES = (aten.arange.default, aten.arange.start_step, aten.full.default, aten.scalar_tensor.default)

@@ -680,7 +680,8 @@ def _store_in_16_bits(
     """
     values = node_values(module, tuple(specs), sizes)
     floats = {node for node, value in values.items() if value.dtype is torch.float32}
-    half: set[fx.Node] = set()
+    # The tables of embeddings are in that type, and so is their norm.
+    half = {node for node, value in values.items() if value.dtype is dtype}
     casts: dict[fx.Node, fx.Node] = {}
 
     def cast(value: fx.Node) -> fx.Node:

@@ -1,5 +1,6 @@
-"""File of a torch engine: a lowered graph as JSON and safetensors in a zip archive, and its interpreter.
+"""File of a torch engine: a graph as JSON and safetensors in a zip archive, and its interpreter.
 
+    gpu.json             of an engine for a GPU: its options and measured tiles; its graph is lowered when it is loaded
     engine.json          inputs, outputs, nodes; type and shape of every constant
     weights.safetensors  constants of an eager engine
     compiled.pt2         Inductor's package instead of the constants: native code (``compiled.py``)
@@ -17,7 +18,7 @@ import json
 import operator
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -168,6 +169,7 @@ def _resolver(value: Any, places: Mapping[fx.Node, int]) -> Callable[[list[Any]]
     return lambda values: value
 
 
+GPU = "gpu.json"
 DESCRIPTION = "engine.json"
 WEIGHTS = "weights.safetensors"
 _FORMAT = 1
@@ -175,14 +177,31 @@ _TYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
         *("float64", "float32", "float16", "bfloat16", "bool"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "float8_e4m3fn"),
     )
 }
-_INPUT_TYPES = frozenset(_TYPES) - {"bfloat16"}
+_INPUT_TYPES = frozenset(_TYPES) - {"bfloat16", "float8_e4m3fn"}
 _MAX_NESTING = 3
 """Maximum nesting of lists in arguments."""
 _REFUSED_ARGUMENTS = ("Device", "Layout", "Generator", "Storage", "Stream", "MemoryFormat")
 """Types of arguments that an engine never passes to an operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """Options of an engine for a GPU.
+
+    Attributes:
+        precision: type of non-quantized operations, ``float16`` or ``bfloat16``.
+        compiled: whether Inductor compiles the graph at its first call.
+        tiles: the file of a ``TileTable`` with the methods that were measured for its linear layers; empty: none.
+        usual: usual sizes of dynamic dimensions, by name.
+    """
+
+    precision: str
+    compiled: bool = False
+    tiles: str = ""
+    usual: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +214,7 @@ class GraphFile:
         outputs: names of the outputs, in order.
         compiled: package of a compiled engine; None for an eager engine.
         torch_version: torch version that wrote the file.
+        gpu: options of an engine for a GPU, whose graph is not lowered; None for an engine for a CPU.
     """
 
     module: OperatorGraph
@@ -202,6 +222,7 @@ class GraphFile:
     outputs: tuple[str, ...]
     compiled: bytes | None
     torch_version: str
+    gpu: GpuOptions | None = None
 
     def packed(self) -> bytes:
         """Return the archive."""
@@ -254,6 +275,9 @@ def _pack(file: GraphFile) -> bytes:
     }
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
+        if file.gpu is not None:
+            # The first bytes of a file name its backend.
+            archive.writestr(GPU, json.dumps(asdict(file.gpu)))
         archive.writestr(DESCRIPTION, json.dumps(description))
         if file.compiled is None:
             archive.writestr(WEIGHTS, save_tensors(constants))
@@ -289,14 +313,15 @@ def unpack(content: bytes | memoryview) -> GraphFile:
             if len(set(names)) != len(names):
                 raise ValueError(f"engine.{kind}: names must be unique")
         module = _read_graph(description, constants)
-        return GraphFile(module, inputs, description.outputs, compiled, description.torch)
+        gpu = decoded(GpuOptions, json_values(parts[GPU]), "gpu") if GPU in parts else None
+        return GraphFile(module, inputs, description.outputs, compiled, description.torch, gpu)
     except (LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         raise EngineError(f"it does not contain a graph of this package ({type(error).__name__}: {error})") from error
 
 
 def _parts(content: bytes | memoryview) -> dict[str, bytes]:
     """Return the files of the archive."""
-    known = {DESCRIPTION, WEIGHTS, COMPILED}
+    known = {GPU, DESCRIPTION, WEIGHTS, COMPILED}
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             entries = [entry for entry in archive.infolist() if entry.filename in known]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,7 +63,17 @@ _PRECISIONS = {
     torch.float64: "fp64",
     torch.int8: "int8",
     torch.uint8: "int8",
+    torch.float8_e4m3fn: "fp8",
 }
+_GPU_LINEAR, _GPU_ATTENTION = "quantizer.linear_8bit", "quantizer.padded_attention"
+_GPU_ROLES = {
+    _GPU_LINEAR: "product",
+    _GPU_ATTENTION: "attention",
+    "quantizer.norm_8bit": "normalization",
+    "quantizer.embedding_norm_8bit": "normalization",
+    "quantizer.quantize_8bit": "quantizer",
+}
+"""Roles of the operators of ``gpu_operators.py``, which engines of a CPU do not import."""
 
 
 def inspect_graph(name: str, file: GraphFile, sizes: InputSizes, threads: int, runs: int) -> Inspection:
@@ -72,7 +84,7 @@ def inspect_graph(name: str, file: GraphFile, sizes: InputSizes, threads: int, r
     shape = sizes.words([spec.shape for spec in file.inputs])
     with torch.inference_mode(), computing_threads(threads):
         if file.compiled is None:
-            layers = _layers(file.module, values, _times(file.module, tensors, runs))
+            layers = graph_layers(file.module, values, _times(file.module, tensors, runs))
             return inspection_from_layers(name, layers, verified=True, note=run_note(shape, threads, runs))
         CompiledGraph(file.compiled)(*tensors)
     expected = sum(is_call(node, *_INTEGER) for node in file.module.graph.nodes)
@@ -81,26 +93,47 @@ def inspect_graph(name: str, file: GraphFile, sizes: InputSizes, threads: int, r
         f"compiled, and run at {shape}: its library calls {called} of {expected} integer kernels; the operators "
         "between them are fused, so layers have no times"
     )
-    return inspection_from_layers(name, _layers(file.module, values, {}), verified=called == expected, note=note)
+    return inspection_from_layers(name, graph_layers(file.module, values), verified=called == expected, note=note)
 
 
-def _layers(module: OperatorGraph, values: dict[fx.Node, torch.Tensor], times: dict[str, float]) -> list[Layer]:
-    nodes = [node for node in module.graph.nodes if _is_layer(node, values)]
+def graph_layers(
+    module: OperatorGraph, values: dict[fx.Node, torch.Tensor], times: Mapping[str, float] = MappingProxyType({})
+) -> list[Layer]:
+    """Return the layers of a lowered graph, whose nodes have these values, with times in microseconds by node name."""
+    # A norm on a GPU has several results.
+    several = {node.args[0]: values[node] for node in reversed(module.graph.nodes) if _is_result(node)}
+    values = {**values, **several}
+    nodes = [node for node in module.graph.nodes if _is_layer(node, values) and not _is_result(node)]
     names = _names(nodes)
     return [
         Layer(
             name=names[node],
             type=str(node.target).removesuffix(".default"),
-            role=_ROLES.get(node.target, ""),
+            role=_ROLES.get(node.target, _GPU_ROLES.get(_operator(node), "")),
             precision=_precision(node, values),
             writes=_word(values[node].dtype),
             nodes=tuple(part for part in node.meta.get("onnx", "").split(", ") if part),
-            readers=tuple(names[reader] for reader in node.users if reader in names),
+            readers=tuple(dict.fromkeys(names[reader] for reader in _readers(node) if reader in names)),
             multiply_adds=_work(node, values),
             time_us=times.get(node.name),
         )
         for node in nodes
     ]
+
+
+def _operator(node: Any) -> str:
+    """Return the name of an operator without its overload; empty for other values."""
+    return str(node.target).rpartition(".")[0] if isinstance(node, fx.Node) else ""
+
+
+def _is_result(node: Any) -> bool:
+    """Return whether a node is one of several results of an operator for a GPU."""
+    return is_call(node, operator.getitem) and _operator(node.args[0]) in _GPU_ROLES
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        yield from _readers(user) if _is_result(user) else (user,)
 
 
 def _is_layer(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> bool:
@@ -124,6 +157,8 @@ def _word(dtype: torch.dtype) -> str:
 def _precision(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> str:
     if is_call(node, *_INTEGER):
         return "int8"
+    if _operator(node) == _GPU_LINEAR:
+        return _word(values[node.all_input_nodes[1]].dtype)
     dtypes = [values[source].dtype for source in node.all_input_nodes if source in values]
     return _word(next((dtype for dtype in dtypes if dtype.is_floating_point), values[node].dtype))
 
@@ -132,7 +167,7 @@ def _work(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> int | None:
     # Use argument positions, because an operation may read one tensor twice.
     shapes = [_shape(read, values) for read in node.args[:3] if isinstance(read, fx.Node) and read in values]
     output = values[node].shape
-    if is_call(node, LINEAR, LINEAR_ADD):
+    if is_call(node, LINEAR, LINEAR_ADD) or _operator(node) == _GPU_LINEAR:
         return output.numel() * shapes[0][-1]
     if is_call(node, aten.matmul.default):
         return matmul_work(shapes[0], output)
@@ -143,7 +178,7 @@ def _work(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> int | None:
         return convolution_work(
             shapes[1], shapes[0][1] if transposed else output[1], shapes[0] if transposed else output
         )
-    if is_call(node, aten.scaled_dot_product_attention.default):
+    if is_call(node, aten.scaled_dot_product_attention.default) or _operator(node) == _GPU_ATTENTION:
         query, key, value = shapes
         return attention_work(query, key, value, output)
     return None

@@ -121,6 +121,7 @@ _LARGE_TABLE = 2**18
 
 _OF_NO_PLAN = {"name", "graph_rules", "triton", "layouts", "library", "packages", "file_magic", "file_domains"}
 _OF_NO_PLAN |= {"auto_rank", "fixed_sizes", "ahead_of_time", "exact_variant", "weight_dtypes", "dynamic", "recurrences"}
+_OF_NO_PLAN |= {"strips_weights"}
 # The effect of these shows in a plan without any choice.
 _OF_NO_PLAN |= {"float_convolutions", "quantizes_outputs"}
 # These concern files only.
@@ -222,6 +223,7 @@ class TargetProfile:
         inference_precisions: the types that can be set for non-quantized operations; empty: the types of the file
             apply.
         fp8_from: the first compute capability with FP8; None: the target is not a GPU.
+        strips_weights: whether it can write engines without their weights.
         opset: the ONNX opset to write.
         unsigned_activations: the INT8 activations stored as UINT8 with zero point 128, with the same values: none, the
             inputs of layers with weights, or all.
@@ -277,6 +279,7 @@ class TargetProfile:
     capabilities: frozenset[int] = frozenset()
     inference_precisions: frozenset[FloatDtype] = frozenset()
     fp8_from: int | None = None
+    strips_weights: bool = False
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
     unfused_reductions: frozenset[str] = frozenset()
@@ -303,6 +306,11 @@ class TargetProfile:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """The device of its engines."""
+        return "cpu" if self.fp8_from is None else "cuda"
+
+    @property
     def reads_dynamic(self) -> bool:
         """True if its files may contain a DynamicQuantizeLinear."""
         return self.dynamic is not None and self.dynamic.block_size is None
@@ -322,6 +330,13 @@ class TargetProfile:
 
         dtype: torch.dtype = getattr(torch, self.float_dtype)
         return dtype
+
+    @property
+    def float_model_dtype(self) -> torch.dtype:
+        """The type of the ONNX file of a float model, which a backend with ``inference_precisions`` casts itself."""
+        import torch
+
+        return torch.float32 if self.inference_precisions else self.torch_dtype
 
     @property
     def rule(self) -> str:
@@ -414,9 +429,7 @@ class TargetProfile:
     def stripping_reason(self) -> str | None:
         """Return why engines cannot be built without their weights; None if they can."""
         return (
-            f"{self.name} always stores the weights in its engines; remove the option"
-            if self.fp8_from is None
-            else None
+            None if self.strips_weights else f"{self.name} always stores the weights in its engines; remove the option"
         )
 
     def capability_reason(self, capability: str, formats: Collection[str]) -> str | None:

@@ -35,6 +35,7 @@ TENSORRT = profiles.add("tensorrt")(
         # It runs an LSTM as a loop in any case.
         recurrences=Recurrences(kinds=frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})),
         fp8_from=89,
+        strips_weights=True,
         graph_rules=GraphRules(
             severities={
                 **ALWAYS,

@@ -1,4 +1,4 @@
-"""PyTorch on x86 CPUs with oneDNN's integer kernels: unsigned activations, attention and adds in float."""
+"""PyTorch on x86 CPUs with oneDNN's integer kernels, and on NVIDIA GPUs with Triton's kernels in INT8 and FP8."""
 
 from __future__ import annotations
 
@@ -36,3 +36,27 @@ TORCH = profiles.add("torch")(
 
 # Without VNNI oneDNN multiplies bytes as ONNX Runtime does (see onnxruntime.py).
 TORCH_AVX2 = profiles.add("torch-avx2")(replace(TORCH, name="torch-avx2", weight_qmax=64, exact_variant=None))
+
+TORCH_CUDA = profiles.add("torch-cuda")(
+    TargetProfile(
+        name="torch-cuda",
+        float_dtype="float16",
+        # Residual adds are part of the kernel of the layer before them, in float. Embeddings stay in float, because
+        # their sum and the norm after it are one kernel; attention is torch's kernel in 16 bits.
+        site_kinds=frozenset({"linear"}),
+        activation_dtypes=frozenset({"int8", "uint8", "fp8"}),
+        weight_dtypes=frozenset({"int8", "fp8"}),
+        inference_precisions=frozenset({"float16", "bfloat16"}),
+        # The tensor cores' tiles stay half empty.
+        min_gemm_dim=16,
+        float_vectors=True,
+        # A zero point is part of the bias.
+        zero_points=frozenset({"linear"}),
+        fp8_from=89,
+        library="triton",
+        packages=("torch", "triton"),
+        # Without measurements, TensorRT is used if it is installed.
+        auto_rank=1,
+        file_magic=rb"PK\x03\x04.{26}gpu\.json",
+    )
+)

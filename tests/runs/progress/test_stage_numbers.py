@@ -22,10 +22,7 @@ from quantizer.algorithms.sensitivity.latency_costs import LatencyCosts
 from quantizer.config import RunConfig
 from quantizer.pipeline.run import run
 
-pytestmark = [
-    pytest.mark.usefixtures("exact_byte_products"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt"),
-]
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 AUTO = {"backend": "auto", "candidates": ("openvino", "onnxruntime")}
 ONE = {"backend": "openvino"}
