@@ -177,8 +177,9 @@ def _file(folder: Path, **changes: Any) -> Path:
 
 def test_files_of_coco_are_read(tmp_path: Path) -> None:
     first = Boxes(tmp_path / "a.png", ((1.0, 2.0, 3.0, 4.0),), ("dog",), (True,))
-    assert data_source(str(_file(tmp_path)), "--evaluation") == {"name": "coco-json", "path": f"{tmp_path}/labels.json"}
-    assert load_examples("coco-json", path=tmp_path / "labels.json") == [first, Boxes(tmp_path / "images" / "b.png", (), (), ())]
+    file = _file(tmp_path)
+    assert data_source(str(file), "--evaluation") == {"name": "coco-json", "path": str(file)}
+    assert load_examples("coco-json", path=file) == [first, Boxes(tmp_path / "images" / "b.png", (), (), ())]
 
 
 def test_rows_and_models_that_do_not_fit(task: Task, examples: list[Boxes]) -> None:
