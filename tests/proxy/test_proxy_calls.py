@@ -412,7 +412,7 @@ class SharedActivation(nn.Module):
         return self.third(wide) + self.fourth(torch.cat([right, right], dim=1))
 
 
-def test_results_of_a_shared_activation_have_ranges_of_their_own() -> None:
+def test_results_of_a_shared_activation_have_ranges_of_their_own(tmp_path: Path) -> None:
     """The parts of one result share its range, because the engine quantizes it once."""
     torch.manual_seed(0)
     model = SharedActivation().eval()
@@ -430,3 +430,7 @@ def test_results_of_a_shared_activation_have_ranges_of_their_own() -> None:
     frozen = q.quantize(model)
     with torch.no_grad():
         assert all(sqnr(model(x), frozen(x)) > 25 for x in batches)
+    q.save(tmp_path / "saved")
+    again = Quantizer.load(tmp_path / "saved").for_backend("onnxruntime-avx2")
+    again.quantize(model)
+    assert [call.tensor for call in again.plan[path].operands[0].calls] == [call.tensor for call in operand.calls]
