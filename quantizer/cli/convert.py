@@ -42,9 +42,9 @@ examples:
 DATA without labels is a file of texts (.txt with one text per line, or .csv or .jsonl with a column of texts), or a
 folder of images or recordings. DATA with labels is NAME:PATH, where NAME is text-csv (header text,label), sst2-text
 (label text), stsb-csv (sentence,sentence,score), beir or trec (a collection with judged queries), image-folder or
-audio-folder (one folder of files per class), image-csv or audio-csv (header path,label), or transcripts (header
-path,text). For an .onnx file, DATA is an .npz or .safetensors file with one array per input, by name, or a folder of
-such files with one batch each.
+audio-folder (one folder of files per class), image-csv or audio-csv (header path,label), coco-json (boxes in images),
+or transcripts (header path,text). A .json file of COCO needs no NAME. For an .onnx file, DATA is an .npz or
+.safetensors file with one array per input, by name, or a folder of such files with one batch each.
 
 The output folder contains one folder per backend, and for auto only the folder of the fastest. Each contains
 model.onnx, model.engine, tokenizer/ or processor/, config.json and a report. The output folder appears only if the

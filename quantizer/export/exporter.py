@@ -38,6 +38,7 @@ from quantizer.utils.batches import beside
 from quantizer.utils.child_process import interrupts_end_the_block
 from quantizer.utils.files import checked_file
 from quantizer.utils.sizes import BATCH, Axes, DataSizes
+from quantizer.utils.structure import exported as exported_part
 from quantizer.utils.structure import fields_of, leaves
 
 if TYPE_CHECKING:
@@ -218,9 +219,12 @@ def export_onnx(
     # Convert a copy: the caller's model must not change.
     regions = regions or Float32Modules()
     exported = convert_floats(_copy_for_export(model, dtype, regions).eval(), dtype, regions)
-    output = _output_of(model, beside(model, example))
+    whole = _output_of(model, beside(model, example))
+    output = exported_part(model, whole)
     names = _output_names(output)
-    if not _is_known_to_torch(output):
+    if output is not whole:
+        _return_part(exported)
+    elif not _is_known_to_torch(output):
         _return_tensors(exported)
     bring_to_cpu(exported)
     call_compiled_parts(exported)
@@ -264,7 +268,8 @@ def _require_same_outputs(
     """
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
     with torch.no_grad():
-        expected = [leaf for leaf in leaves(_output_of(model, inputs)) if isinstance(leaf, Tensor)]
+        output = exported_part(model, _output_of(model, inputs))
+        expected = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
         try:
             # torch also refuses sizes for which the program is right.
             found = [leaf for leaf in leaves(program.module(check_guards=False)(**named)) if isinstance(leaf, Tensor)]
@@ -450,6 +455,17 @@ def _is_known_to_torch(output: Any) -> bool:
     return (isinstance(output, Mapping) or fields_of(output) is None) and len(_pytree.tree_leaves(output)) == len(
         leaves(output)
     )
+
+
+def _return_part(model: nn.Module) -> None:
+    """Make ``forward`` return the outputs in ``exported_outputs`` alone."""
+    forward = model.forward
+
+    @wraps(forward)
+    def part_of(*args: Any, **inputs: Any) -> Any:
+        return exported_part(model, forward(*args, **inputs))
+
+    vars(model)["forward"] = part_of
 
 
 def _return_tensors(model: nn.Module) -> None:

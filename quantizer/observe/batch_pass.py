@@ -280,15 +280,27 @@ class Pass:
         modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
         try:
             with self._lock:
-                if record.group is not None and record.tensor_of(call) >= 0:
+                group, number = record.group, record.tensor_of(call)
+                if group is not None and number >= 0:
                     known = self._groups.get(value)
-                    if known == (self._provenance.version(value), record.group, record.tensor_of(call)):
+                    same = known is not None and known[:2] == (self._provenance.version(value), group)
+                    if same and group.range_of(known[2]) == group.range_of(number):
                         return
-                    record.group.of_one_result = True
                 self._observe(site, site.operation.operands[0].name, value, record, call)
+                if number >= 0:
+                    self._join_result(record, value, call)
         finally:
             for mode in reversed(modes):
                 _python_dispatch._push_mode(mode)
+
+    def _join_result(self, record: OperandRecord, value: Tensor, call: int) -> None:
+        """Let a tensor that derives from the result of call ``call`` share the range of the whole result."""
+        _, group, tensor = self._groups[value]
+        if group.parts:
+            whole = group.join_result(record.tensor_of(call), tensor)
+            tensors = list(record.tensors or ())
+            tensors[call] = whole
+            record.tensors = tuple(tensors)
 
     def _see(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
         record = self._record(site)

@@ -11,8 +11,11 @@ from torch import Tensor
 from quantizer.observe.calibrators import Calibrator
 from quantizer.proxy.weight import Weight
 
-MOST_CALLS = 32
-"""The largest number of tensors of a pass with ranges of their own, so that long loops use bounded memory."""
+MOST_CALLS = 512
+"""The largest number of tensors of a pass with ranges of their own, so that long loops use bounded memory.
+
+A model may have one activation module for all layers: that of YOLO26n has 109 tensors.
+"""
 
 _APART = 2.0
 """The ratio of the largest to the smallest range from which calls have ranges of their own.
@@ -99,7 +102,8 @@ class RangeGroup:
         parts: the range of each tensor of a pass (empty: there is one tensor, or ``together``).
         together: why the tensors of a pass share a range; empty if no note is needed (None: they have their own
             ranges).
-        of_one_result: whether tensors derive from the same result of a convolution, so they share its range.
+        results: the number of the tensor whose range each tensor has (empty: its own). Tensors that derive from one
+            result of a convolution have the range of the whole result, which is a further tensor.
     """
 
     calibrator: Calibrator
@@ -110,24 +114,32 @@ class RangeGroup:
     migration: Migration | None = None
     parts: list[RangeGroup] = field(default_factory=list)
     together: str | None = None
-    of_one_result: bool = False
+    results: tuple[int, ...] = ()
+
+    @property
+    def _used(self) -> list[RangeGroup]:
+        """The ranges of results and of other tensors."""
+        return [self.parts[number] for number in sorted({*map(self.range_of, range(len(self.parts)))})]
 
     @property
     def told_apart(self) -> bool:
         """True if the tensors of a pass have ranges of their own; tensors of zeros do not count."""
-        if self.of_one_result:
-            return False
-        largest = [part.calibrator.largest for part in self.parts if part.calibrator.largest > 0]
+        largest = [part.calibrator.largest for part in self._used if part.calibrator.largest > 0]
         return bool(largest) and max(largest) >= _APART * min(largest)
 
     @property
     def ranges(self) -> list[RangeGroup]:
         """The used ranges: of all tensors together, and of each tensor if they have their own."""
-        return [self, *self.parts] if self.told_apart else [self]
+        return [self, *self._used] if self.told_apart else [self]
+
+    def range_of(self, number: int) -> int:
+        """Return the number of the tensor whose range tensor ``number`` has: itself, or the result that it is from."""
+        return self.results[number] if 0 <= number < len(self.results) else number
 
     def of_tensor(self, number: int) -> RangeGroup:
         """Return the own range of tensor ``number`` of the pass, or the common range if tensors share one."""
-        return self.parts[number] if self.told_apart and 0 <= number < len(self.parts) else self
+        own = self.told_apart and 0 <= number < len(self.parts)
+        return self.parts[self.range_of(number)] if own else self
 
     def migrated(self, migration: Migration, operands: list[str], make: Callable[[], Calibrator]) -> RangeGroup:
         """Return an empty range group for the tensors divided by SmoothQuant factors, read by ``operands``."""
@@ -137,33 +149,66 @@ class RangeGroup:
             operands=operands,
             migration=migration,
             parts=parts,
-            of_one_result=self.of_one_result,
+            results=self.results,
         )
 
-    def selected(self, numbers: Sequence[int], operands: list[str], *, of_one_result: bool) -> RangeGroup:
-        """Return a group of some tensors of the pass, in the given order, which ``operands`` read."""
+    def selected(self, numbers: Sequence[int], operands: list[str], *, has_results: bool) -> RangeGroup:
+        """Return a group of some tensors of the pass, in the given order, which ``operands`` read.
+
+        Args:
+            numbers: the tensors; all of them with ``has_results``.
+            operands: the names of their operands.
+            has_results: whether tensors that derive from one result keep a common range.
+        """
         parts = [self.parts[number].copy() for number in numbers]
-        group = replace(parts[0].copy(), parts=parts if len(parts) > 1 else [])
-        for part in parts[1:]:
+        first, *others = [part for number, part in zip(numbers, parts, strict=True) if not self._is_whole(number)]
+        group = replace(first.copy(), parts=parts if len(parts) > 1 else [])
+        for part in others:
             group._add_values(part)
         chosen = self.chosen if len(parts) > 1 else group.chosen
-        group.operands, group.chosen, group.of_one_result = operands, chosen, of_one_result
+        group.operands, group.chosen = operands, chosen
+        if has_results and self.results:
+            group.results = tuple(numbers.index(self.range_of(number)) for number in numbers)
         return group
+
+    def _is_whole(self, number: int) -> bool:
+        """Return whether a tensor is a whole result, whose values other tensors have."""
+        return any(result == number and other != number for other, result in enumerate(self.results))
 
     def observe(self, x: Tensor, tensor: int) -> None:
         """Add the values of a tensor of the pass, already divided by the factors."""
-        for each in (self, *(self.parts[tensor : tensor + 1] if tensor >= 0 else ())):
+        own = (
+            [self.parts[number] for number in {tensor, self.range_of(tensor)}] if 0 <= tensor < len(self.parts) else []
+        )
+        for each in (self, *own):
             each.calibrator.observe(x)
 
     def keep_together(self, why: str) -> None:
         """Let all tensors of a pass share one range; of several reasons the first in sort order is kept."""
-        why = "" if self.of_one_result else why
-        self.together, self.parts = min(filter(None, (self.together, why)), default=""), []
+        self.together, self.parts, self.results = min(filter(None, (self.together, why)), default=""), [], ()
+
+    def join_result(self, first: int, other: int) -> int:
+        """Let two tensors of one result have a common range; return the number of the result."""
+        results = [self.range_of(number) for number in range(len(self.parts))]
+        whole, added = results[first], self.parts[results[other]]
+        if whole == results[other]:
+            return whole
+        if whole == first:
+            whole = len(self.parts)
+            self.parts = [*self.parts, RangeGroup(calibrator=self.parts[first].calibrator.copy())]
+            results.append(whole)
+        self.parts[whole].calibrator.merge(added.calibrator)
+        former = results[other]
+        self.results = tuple(
+            whole if number in (first, other) or to == former else to for number, to in enumerate(results)
+        )
+        return whole
 
     def add_tensor(self, calibrator: Calibrator) -> int:
         """Add one more tensor of the pass, observed by ``calibrator``; return its index."""
         if self.together is None:
             self.parts = [*self._single(), RangeGroup(calibrator=calibrator)]
+            self.results = self.results and (*self.results, len(self.parts) - 1)
             self._bound()
         self.calibrator.merge(calibrator)
         return max(len(self.parts) - 1, 0)
@@ -171,10 +216,13 @@ class RangeGroup:
     def append(self, other: RangeGroup) -> int:
         """Add the tensors of another group after the own ones; return the index of the first of them."""
         first = max(len(self.parts), 1)
-        self.of_one_result = self.of_one_result or other.of_one_result
         together = self.together if self.together is not None else other.together
         if together is None:
-            self.parts = [*self._single(), *other._single()]
+            mine, theirs = self._single(), other._single()
+            if self.results or other.results:
+                numbers = [first + other.range_of(number) for number in range(len(theirs))]
+                self.results = (*map(self.range_of, range(first)), *numbers)
+            self.parts = [*mine, *theirs]
             self._bound()
         else:
             self.keep_together(together)
@@ -198,10 +246,9 @@ class RangeGroup:
 
     def add(self, other: RangeGroup) -> None:
         """Add the values of the same tensors of another pass, but not the operands of the other group."""
-        self.of_one_result = self.of_one_result or other.of_one_result
         if self.together is not None or other.together is not None:
             self.keep_together(other.together or self.together or "")
-        elif len(self.parts) != len(other.parts):
+        elif len(self.parts) != len(other.parts) or self.results != other.results:
             self.keep_together(_NUMBER_VARIES)
         for mine, theirs in zip(self.parts, other.parts, strict=False):
             mine.add(theirs)

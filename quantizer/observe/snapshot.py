@@ -223,7 +223,7 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
         **({} if group.migration is None else {"migration_axes": list(group.migration.axes)}),
         **({} if not group.parts else {"parts": [_plain_part(part, rows) for part in group.parts]}),
         **({"together": group.together} if group.together else {}),
-        **({"of_one_result": True} if group.of_one_result else {}),
+        **({"results": list(group.results)} if group.results else {}),
         **_plain_calibrator(group.calibrator, rows),
     }
 
@@ -289,7 +289,7 @@ def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[boo
         channels=_channels(saved.channels),
         channels_vary=saved.channels_vary,
         together=saved.together,
-        of_one_result=saved.of_one_result,
+        results=saved.results,
         parts=[
             RangeGroup(
                 calibrator=_filled(make(part.histogram is not None), part, counts),
@@ -427,7 +427,7 @@ class SeenGroup(SeenCalibrator):
     migration_axes: tuple[int, int | None] = (-1, None)
     parts: tuple[SeenPart, ...] = ()
     together: str | None = None
-    of_one_result: bool = False
+    results: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,6 +483,10 @@ def _group_faults(place: str, group: SeenGroup, document: SeenDocument, rows: in
     yield from _range_faults(place, group, rows)
     for number, part in enumerate(group.parts):
         yield from _range_faults(f"{place}.parts[{number}]", part, rows)
+    if group.results and (
+        len(group.results) != len(group.parts) or not set(group.results) <= {*range(len(group.parts))}
+    ):
+        yield f"{place}.results: expected a number of a part for each of {len(group.parts)}, got {list(group.results)}"
     for name in group.operands:
         path, _, operand = name.rpartition(".")
         if path not in document.sites or operand not in document.sites[path].operands:

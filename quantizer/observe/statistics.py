@@ -302,8 +302,7 @@ def _separate(group: RangeGroup, operands: list[_Reader]) -> None:
         if not numbers or numbers == [*every]:
             continue
         names = {reader.name for reader in readers}
-        of_one_result = has_results and group.of_one_result
-        new = group.selected(numbers, [name for name in group.operands if name in names], of_one_result=of_one_result)
+        new = group.selected(numbers, [name for name in group.operands if name in names], has_results=has_results)
         for reader in readers:
             reader.record.group = new
             reader.record.tensors = tuple(

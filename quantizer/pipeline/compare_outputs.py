@@ -43,7 +43,7 @@ from quantizer.tasks.metrics import mean_cosine, sqnr_db
 from quantizer.utils.cpu import saturates
 from quantizer.utils.dimension_names import PRESENT
 from quantizer.utils.sizes import BATCH
-from quantizer.utils.structure import fields_of, leaves
+from quantizer.utils.structure import exported, fields_of, leaves
 
 HALF_DB = 30.0
 """Minimum SQNR of float16 engines. One rounding to 11 bits has 66 dB, but a network has hundreds."""
@@ -491,7 +491,7 @@ def distances_of(checks: Sequence[OutputCheck], *, engine: bool) -> tuple[Output
 def _names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
     """Return the output names of a model without an engine: field names, or numbers."""
     with torch.no_grad(), untouched(model):
-        result = model(**batch)
+        result = exported(model, model(**batch))
     fields = fields_of(result)
     if fields is not None:
         return tuple(name for name, value in fields.items() if isinstance(value, torch.Tensor))

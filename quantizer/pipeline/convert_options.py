@@ -28,7 +28,7 @@ from quantizer.plan.targets import AUTO, profile, profiles
 from quantizer.plan.targets.clients import OF_ANY_BACKEND, OF_MODULES
 from quantizer.report import print_record
 from quantizer.report.tables import plain_text
-from quantizer.tasks import datasets, folder_holds, load_examples, read_checkpoint, tasks, text_files
+from quantizer.tasks import datasets, folder_holds, is_coco, load_examples, read_checkpoint, tasks, text_files
 from quantizer.tasks.from_onnx import OnnxModule, from_onnx
 from quantizer.tasks.models import Checkpoint
 from quantizer.utils.batches import ARRAY_FILES, array_batches
@@ -315,7 +315,7 @@ def _unlabelled(option: str, section: Mapping[str, Any]) -> str:
 
 
 def data_source(text: str, option: str) -> dict[str, Any]:
-    """Return the data section for ``NAME:PATH``, a file of texts, or a folder of images or recordings."""
+    """Return the data section for ``NAME:PATH``, a file of texts or COCO, or a folder of images or recordings."""
     name, colon, path = text.partition(":")
     if name in datasets.names():
         if not path:
@@ -326,10 +326,16 @@ def data_source(text: str, option: str) -> dict[str, Any]:
         return {"name": "recordings" if folder_holds(plain) == "audio" else "images", "path": text}
     if plain.suffix.lower() in text_files and (not colon or is_file(plain)):
         return {"name": "texts", "path": text}
+    problem = ""
+    if plain.suffix.lower() == ".json" and is_file(plain):
+        if is_coco(plain):
+            return {"name": "coco-json", "path": text}
+        problem = "the file is not in the format of COCO (an object with images, annotations and categories); "
     raise ConfigError(
         [
-            f"{option} {text}: expected a file of texts ({', '.join(text_files)}), an existing folder of images or "
-            f"recordings (.wav), or NAME:PATH with one of the data sets {', '.join(datasets.names())}"
+            f"{option} {text}: {problem}expected a file of texts ({', '.join(text_files)}), a .json file of COCO, an "
+            "existing folder of images or recordings (.wav), or NAME:PATH with one of the data sets "
+            f"{', '.join(datasets.names())}"
         ]
     )
 

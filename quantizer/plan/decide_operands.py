@@ -332,7 +332,7 @@ def _calls(
         amax, scale, zero_point = _range(each, dtype, settings)
         if _scale_problem(float(amax), scale, dtype, settings.scale_dtype) is not None:
             amax, scale, zero_point = _range(group, dtype, settings)
-        own = tensor if each is not group else -1
+        own = group.range_of(tensor) if each is not group else -1
         calls.append(CallRange(tensor=own, amax=float(amax), scale=float(scale), zero_point=zero_point))
     return tuple(calls)
 

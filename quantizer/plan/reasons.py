@@ -80,6 +80,7 @@ class ReasonCode(_Template):
     ADD_MASK = "it adds a mask, whose large negative values leave no precision for the other values"
     ADD_COORDINATES = "it adds at most four values per row, such as the coordinates of a box"
     EXPECTED_VALUE = "it computes an expected value from the output of a softmax, such as a distance of a box"
+    FEW_RESULTS = "no other layer reads its at most four channels, such as the distances of a box"
     OPERAND_UNSEEN = "an operand was not observed"
     NONE_SEEN = "no operand was observed"
 

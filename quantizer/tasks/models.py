@@ -32,6 +32,7 @@ from quantizer.tasks.image_inputs import require_pillow
 from quantizer.tasks.inputs import longest_sequence
 from quantizer.tasks.task import tasks
 from quantizer.tasks.zero_shot import has_text_tower
+from quantizer.utils.structure import EXPORTED
 
 _CAUSAL = "AutoModelForCausalLM"
 _ENCODER = "AutoModel"
@@ -83,7 +84,11 @@ def load_model(
         model.config.use_cache = False
     if entry.auto_class == _ENCODER and entry.reads == "text":
         model.sentence_pooling = read_pooling(source, asymmetric=entry.asymmetric)
-    return entry.module_of(model.eval(), tokenizer, texts).eval()
+    module = entry.module_of(model.eval(), tokenizer, texts).eval()
+    if module is model:
+        # Other modules return only what the task reads.
+        setattr(model, EXPORTED, (entry.output_name, *entry.further_outputs))
+    return module
 
 
 def empty_model(source: str, task: str) -> Any:

@@ -179,6 +179,7 @@ class ObjectDetection(JudgedTask):
     auto_class = "AutoModelForObjectDetection"
     pipeline_class = "ObjectDetectionPipeline"
     output_name = "logits"
+    further_outputs = ("pred_boxes",)
     labels = "part"
     metric_name = "mean_ap"
     packages = ("pycocotools",)
@@ -213,7 +214,8 @@ class ObjectDetection(JudgedTask):
 
     def collect(self, result: object, batch: Batch) -> Sequence[torch.Tensor]:
         """Return the logits and boxes of each image's candidates, B tensors [Q x (C + 4)]."""
-        logits, boxes = first_output(result, "logits"), first_output(result, "pred_boxes", 1)
+        names = (self.output_name, *self.further_outputs)
+        logits, boxes = (first_output(result, name, place) for place, name in enumerate(names))
         if logits.dim() != 3 or boxes.shape != (*logits.shape[:2], 4):
             raise TaskError(
                 f"the model's outputs have the shapes {tuple(logits.shape)} and {tuple(boxes.shape)}, expected logits "

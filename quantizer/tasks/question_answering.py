@@ -20,8 +20,6 @@ from quantizer.tasks.multiple_choice import PairInputs
 from quantizer.tasks.outputs import first_output, is_token, per_token
 from quantizer.tasks.task import CountedTask, Predictions, examples_of_kind, tasks
 
-_OUTPUTS = ("start_logits", "end_logits")
-
 _LONGEST = 30
 """The most tokens of an answer, as in the scripts of transformers."""
 
@@ -37,6 +35,7 @@ class QuestionAnswering(CountedTask):
     name = "question-answering"
     auto_class = "AutoModelForQuestionAnswering"
     output_name = "start_logits"
+    further_outputs = ("end_logits",)
     metric_name = "f1"
     packages = ("torchmetrics",)
 
@@ -55,7 +54,8 @@ class QuestionAnswering(CountedTask):
         return answers
 
     def collect(self, result: object, batch: Batch) -> Sequence[torch.Tensor]:
-        logits = [first_output(result, name, place) for place, name in enumerate(_OUTPUTS)]
+        names = (self.output_name, *self.further_outputs)
+        logits = [first_output(result, name, place) for place, name in enumerate(names)]
         return per_token(torch.stack(logits, dim=-1), batch)
 
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:

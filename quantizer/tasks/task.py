@@ -113,6 +113,9 @@ class Task(ABC):
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     """The default options of this pipeline."""
     output_name: ClassVar[str]
+    """The output that the task reads; files contain it and ``further_outputs`` alone."""
+    further_outputs: ClassVar[tuple[str, ...]] = ()
+    """Names of further outputs that ``collect`` reads."""
     metric_name: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ()

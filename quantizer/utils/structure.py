@@ -15,6 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+EXPORTED = "exported_outputs"
+"""The attribute of a model with the names of the outputs that its files contain; a model without it exports all."""
+
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
@@ -62,6 +65,14 @@ def fields_of(value: Any) -> dict[str, Any] | None:
     if hasattr(type(value), "__attrs_attrs__"):
         return {field.name: getattr(value, field.name) for field in type(value).__attrs_attrs__}
     return dict(vars(value)) if isinstance(value, SimpleNamespace) else None
+
+
+def exported(model: Any, output: Any) -> Any:
+    """Return the part of a model's output that its files contain: the names in ``exported_outputs``, or all of it."""
+    names, fields = getattr(model, EXPORTED, ()), fields_of(output)
+    if fields is None or not names or not all(isinstance(fields.get(name), Tensor) for name in names):
+        return output
+    return {name: value for name, value in fields.items() if name in names}
 
 
 def _parts(leaf: Any) -> Any:

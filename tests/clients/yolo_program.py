@@ -31,11 +31,11 @@ _FIRST = 1_000_000
 """The number of the first scene that is not a training scene."""
 
 
-def _tensor(images: list[Any]) -> torch.Tensor:
+def tensor_of(images: list[Any]) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2))).float() / 255
 
 
-def _sqnr(right: torch.Tensor, given: torch.Tensor) -> float:
+def sqnr(right: torch.Tensor, given: torch.Tensor) -> float:
     noise = float(((right - given) ** 2).sum())
     return math.inf if noise == 0 else 10 * math.log10(float((right**2).sum()) / noise)
 
@@ -52,17 +52,17 @@ def main(backend: str, weights: str) -> None:
     model.load_state_dict(torch.load(weights))
     model.names, model.task = dict(enumerate(CLASSES)), "detect"
     model.model[-1].export, model.model[-1].format = True, "onnx"
-    calibration = _tensor([scene(at).image for at in range(128)])
+    calibration = tensor_of([scene(at).image for at in range(128)])
     made = quantizer.quantize_model(model.eval(), calibration.split(8), backend=backend, progress=False)
     place = made.save("yolo11n-int8", deliver=["ultralytics"]) / "ultralytics"
     (graph,) = (path for path in place.iterdir() if path.name != "README.md")
     yolo, pictures = YOLO(graph), _pictures()
     if "torchvision" not in sys.modules:
-        _without_torchvision()
-    _compute_in_float32()
+        without_torchvision()
+    compute_in_float32()
     # It takes images as OpenCV reads them.
     found = [yolo(picture[..., ::-1].copy(), verbose=False)[0] for picture in pictures]
-    client, one = yolo.predictor.model, _tensor(pictures[:1])
+    client, one = yolo.predictor.model, tensor_of(pictures[:1])
     ours = [_boxes(made.engine, picture) for picture in pictures]
     with torch.no_grad():
         expected, given, floats = made.engine(one), client(one), made.model(one)
@@ -81,15 +81,15 @@ def main(backend: str, weights: str) -> None:
         "ours": ours,
         "yolo": [one.boxes.data.tolist() for one in found],
         "row": {
-            "sqnr": _sqnr(expected, given),
-            "engine": _sqnr(floats, expected),
+            "sqnr": sqnr(expected, given),
+            "engine": sqnr(floats, expected),
             **{name: median(times) for name, times in seconds.items()},
         },
     }
     Path("result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
-def _compute_in_float32() -> None:
+def compute_in_float32() -> None:
     """Make OpenVINO compute in float32 as our engine, for which YOLO has no setting."""
     compile_model = openvino.Core.compile_model
 
@@ -101,14 +101,14 @@ def _compute_in_float32() -> None:
 
 def _boxes(engine: Any, picture: Any) -> list[list[float]]:
     """Return the boxes of our engine between the steps of ultralytics, with its default limits."""
-    image = _tensor([LetterBox((SIDE, SIDE), auto=False)(image=picture)])
+    image = tensor_of([LetterBox((SIDE, SIDE), auto=False)(image=picture)])
     (boxes,) = non_max_suppression(engine(image), 0.25, 0.7)
     boxes[:, :4] = scale_boxes(image.shape[2:], boxes[:, :4], picture.shape)
     rows: list[list[float]] = boxes.tolist()
     return rows
 
 
-def _without_torchvision() -> None:
+def without_torchvision() -> None:
     """Take the suppression of ultralytics itself, because a torch for CPUs has no torchvision on PyPI.
 
     The torchvision of PyPI raises RuntimeError beside it.

@@ -565,3 +565,31 @@ def test_sequences_of_two_lengths_are_two_dimensions(tmp_path: Path) -> None:
     (found,) = engine({name: value.numpy() for name, value in other.items()}).values()
     with torch.no_grad():
         np.testing.assert_allclose(found, exported.frozen(**other).numpy(), atol=1e-4)
+
+
+class _TwoHeads(nn.Module):
+    """Returns the values of two heads, and the values that both read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes, self.scores = nn.Linear(32, 4), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        return {"hidden": x * 2, "boxes": self.boxes(x), "scores": self.scores(x)}
+
+
+@pytest.mark.parametrize("names", [("boxes",), ("boxes", "scores"), ("boxes", "absent")])
+def test_a_model_may_name_the_outputs_of_its_files(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Of other names, none is left out."""
+    torch.manual_seed(0)
+    model, x = _TwoHeads().eval(), torch.randn(8, 32)
+    vars(model)["exported_outputs"] = names
+    q = Quantizer(backend="onnxruntime")
+    q.calibrate(model, [{"x": x}])
+    quantized = q.quantize(model)
+    for exported in (model, quantized):
+        graph = onnx.load(q.export(exported, tmp_path / "m.onnx", {"x": x})).graph
+        expected = ["hidden", "boxes", "scores"] if "absent" in names else [*names]
+        assert [value.name for value in graph.output] == expected
+        assert len([node for node in graph.node if node.op_type in ("Gemm", "MatMul")]) == len({*expected} - {"hidden"})
+        assert [*exported(x)] == ["hidden", "boxes", "scores"]

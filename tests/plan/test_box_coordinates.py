@@ -1,6 +1,8 @@
-"""Additions of box coordinates stay in floating point, as in the decoders of deformable detectors."""
+"""Additions of box coordinates and distances of boxes stay in floating point."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,3 +40,46 @@ def test_they_stay_in_float(backend: str) -> None:
 
 def test_wider_sums_are_quantized() -> None:
     assert [quantized for quantized, _ in _adds(32, "openvino")] == [True, True]
+
+
+class Distances(nn.Module):
+    """A head whose last convolution gives ``width`` values per position, which ``read`` uses."""
+
+    def __init__(self, width: int, read: Callable[[Tensor, nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.after = nn.Conv2d(3, 8, 3), nn.Conv2d(8, width, 1), nn.Conv2d(width, 8, 1)
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.last(torch.relu(self.first(x))), self.after)
+
+
+def _box(distances: Tensor, _: nn.Module) -> Tensor:
+    flat = torch.cat([distances.flatten(2), distances.flatten(2)], dim=-1)
+    return torch.cat([1 - flat[:, :2], 1 + flat[:, 2:]], dim=1)
+
+
+def _by_a_layer(features: Tensor, after: nn.Module) -> Tensor:
+    return after(torch.relu(features))
+
+
+@pytest.mark.parametrize(
+    ("width", "read", "backend", "stays"),
+    [
+        (4, _box, "onnxruntime", True),
+        (4, _box, "openvino", False),
+        (5, _box, "onnxruntime", False),
+        (4, _by_a_layer, "onnxruntime", False),
+    ],
+)
+def test_the_last_convolution_of_a_box_keeps_a_float_output(
+    width: int, read: Callable[[Tensor, nn.Module], Tensor], backend: str, stays: bool
+) -> None:
+    """Only where a convolution in INT8 has an output in INT8, too."""
+    q = Quantizer(backend=backend, preset="plain")
+    q.calibrate(Distances(width, read).eval(), [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))])
+    entry = next(entry for path, entry in q.plan.items() if path.startswith("last.") and entry.multiply_adds)
+    assert entry.quantized is not stays
+    assert ("such as the distances of a box" in entry.reason) is stays
+    outputs = [entry.quantized for path, entry in q.plan.items() if path.startswith("last.") and entry.kind == "output"]
+    assert outputs == ([] if backend == "openvino" else [not stays])

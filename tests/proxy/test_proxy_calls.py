@@ -393,3 +393,44 @@ def test_fallback_leaves_all_calls_of_a_module_in_float() -> None:
         proxy(*batch)
     q.fallback(proxy, num=1)
     assert min(of(model, q.quantize(model), *levels(1)[0])) > 100
+
+
+class SharedActivation(nn.Module):
+    """Layers with one activation module, as those of ultralytics; the first result is split in halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.SiLU()
+        self.first, self.second, self.third, self.fourth = (nn.Conv2d(8, 8, 1) for _ in range(4))
+        with torch.no_grad():
+            self.first.weight[:4] *= 4
+            self.second.weight *= 50
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.act(self.first(x)).split(4, dim=1)
+        wide = self.act(self.second(torch.cat([left, left], dim=1)))
+        return self.third(wide) + self.fourth(torch.cat([right, right], dim=1))
+
+
+def test_results_of_a_shared_activation_have_ranges_of_their_own(tmp_path: Path) -> None:
+    """The parts of one result share its range, because the engine quantizes it once."""
+    torch.manual_seed(0)
+    model = SharedActivation().eval()
+    batches = [torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(at)) for at in range(2)]
+    q = make_calibrated(model, batches, backend="onnxruntime", activations=MAX)
+    with torch.no_grad():
+        first = max(float(model.act(model.first(x)).abs().max()) for x in batches)
+    path = next(path for path, entry in q.plan.items() if path.startswith("act.") and entry.kind == "output")
+    (operand,) = q.plan[path].operands
+    narrow, wide = (call.amax for call in operand.calls)
+    assert narrow == pytest.approx(first)
+    assert wide > 5 * narrow
+    third = next(entry for path, entry in q.plan.items() if path.startswith("third.") and entry.multiply_adds)
+    assert float(third.operands[0].amax) == pytest.approx(wide)
+    frozen = q.quantize(model)
+    with torch.no_grad():
+        assert all(sqnr(model(x), frozen(x)) > 25 for x in batches)
+    q.save(tmp_path / "saved")
+    again = Quantizer.load(tmp_path / "saved").for_backend("onnxruntime-avx2")
+    again.quantize(model)
+    assert [call.tensor for call in again.plan[path].operands[0].calls] == [call.tensor for call in operand.calls]

@@ -17,6 +17,8 @@ from PIL import Image as Picture
 from tiny_vision import tiny_detector
 
 from quantizer.errors import TaskError
+from quantizer.export.exporter import export_onnx
+from quantizer.pipeline.convert_options import data_source
 from quantizer.tasks import Boxes, Image, Task, build_task, load_examples, load_model, load_processor
 from quantizer.tasks.image_inputs import read_image, read_size
 from quantizer.tasks.object_detection import Detections, average_precision, match_objects
@@ -175,7 +177,9 @@ def _file(folder: Path, **changes: Any) -> Path:
 
 def test_files_of_coco_are_read(tmp_path: Path) -> None:
     first = Boxes(tmp_path / "a.png", ((1.0, 2.0, 3.0, 4.0),), ("dog",), (True,))
-    assert load_examples("coco-json", path=_file(tmp_path)) == [first, Boxes(tmp_path / "images" / "b.png", (), (), ())]
+    file = _file(tmp_path)
+    assert data_source(str(file), "--evaluation") == {"name": "coco-json", "path": str(file)}
+    assert load_examples("coco-json", path=file) == [first, Boxes(tmp_path / "images" / "b.png", (), (), ())]
 
 
 def test_rows_and_models_that_do_not_fit(task: Task, examples: list[Boxes]) -> None:
@@ -224,6 +228,16 @@ def test_a_detector_that_takes_a_mask_gets_padded_images(tmp_path: Path, caplog:
     # Its short side has the rounded size already, so the processor keeps it, and its long side is over the limit.
     Picture.new("RGB", (65, 31)).save(tmp_path / "long.png")
     assert task.inputs.batch([tmp_path / "long.png"])["pixel_mask"].sum() == 65 * 31
+
+
+def test_files_contain_the_outputs_that_the_task_reads(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
+    source = str(tiny_detector(tmp_path / "yolos", "yolos"))
+    model = load_model(source, NAME)
+    batch = build_task(NAME, model, load_processor(source, NAME)).example()
+    export_onnx(model, tmp_path / "model.onnx", batch, opset=20, dtype=torch.float32)
+    assert [value.name for value in onnx.load(tmp_path / "model.onnx").graph.output] == ["logits", "pred_boxes"]
+    assert model(**batch).last_hidden_state is not None
 
 
 def test_a_detector_without_a_mask_gets_stretched_images(tmp_path: Path) -> None:

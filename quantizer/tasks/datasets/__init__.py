@@ -23,7 +23,7 @@ from quantizer.tasks.datasets.examples import (
     datasets,
     load_examples,
 )
-from quantizer.tasks.datasets.files import folder_holds, read_images, read_recordings
+from quantizer.tasks.datasets.files import folder_holds, is_coco, read_images, read_recordings
 from quantizer.tasks.datasets.text_files import read_texts, text_files
 
 # quantizer.tasks.datasets is this module, so that it has the functions of the registry.
@@ -52,6 +52,7 @@ __all__ = [
     "datasets",
     "files",
     "folder_holds",
+    "is_coco",
     "hub",
     "load_examples",
     "names",

@@ -179,6 +179,15 @@ def read_coco(path: Path | None, split: str | None, subset: str | None) -> list[
     return examples
 
 
+def is_coco(file: Path) -> bool:
+    """Return whether a file is in COCO's format: a JSON object with images, annotations and categories."""
+    try:
+        values = json_values("".join(read_lines("coco-json", file)))
+    except ValueError:
+        return False
+    return isinstance(values, dict) and {"images", "annotations", "categories"} <= values.keys()
+
+
 def _box(annotation: Mapping[str, Any]) -> tuple[float, float, float, float]:
     x, y, width, height = map(float, annotation["bbox"])
     if not all(map(math.isfinite, (x, y, width, height))) or width < 0 or height < 0:
