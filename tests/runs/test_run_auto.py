@@ -393,6 +393,7 @@ def test_a_choice_leaves_one_core_to_the_builds(
     monkeypatch.setattr(stages.torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(stages.torch, "set_num_threads", take)
     monkeypatch.setattr(stages, "usable_cores", lambda: cores)
+    monkeypatch.setattr(stages, "candidates_of", lambda *_: ((), ()))
     monkeypatch.setattr(stages, "trial_process", lambda _: nullcontext())
     one = stages.Stage(lambda _: set_to.append(threads), lambda _: iter(()))
     monkeypatch.setattr(stages, "TOGETHER", (one,))
