@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,11 @@ else:
                 return super().__get__(instance, owner)
 
 
+_TELEMETRY = {"openvino": "openvino_telemetry"}
+"""Optional modules that report the import of a library, by its name. This one starts a process for it with
+``multiprocessing``, which since Python 3.14 imports, and thereby runs, the script of the user once more."""
+
+
 def import_library(extra: str, *names: str) -> ModuleType:
     """Return the first installed module of ``names``.
 
@@ -40,7 +47,8 @@ def import_library(extra: str, *names: str) -> ModuleType:
     """
     for name in names:
         try:
-            return importlib.import_module(name)
+            with _without(_TELEMETRY.get(name)):
+                return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name != name:
                 raise MissingDependencyError(str(error.name), extra) from error
@@ -50,3 +58,16 @@ def import_library(extra: str, *names: str) -> ModuleType:
                 f"install it again with  {install_command(extra, '--force-reinstall')}"
             ) from error
     raise MissingDependencyError(names[0], extra)
+
+
+@contextmanager
+def _without(module: str | None) -> Iterator[None]:
+    """Make the import of a module raise ``ModuleNotFoundError``, unless it was imported before."""
+    if module is None or module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.modules.pop(module, None)
