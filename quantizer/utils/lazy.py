@@ -29,11 +29,6 @@ else:
                 return super().__get__(instance, owner)
 
 
-_TELEMETRY = {"openvino": "openvino_telemetry"}
-"""Optional modules that report the import of a library, by its name. This one starts a process for it with
-``multiprocessing``, which since Python 3.14 imports, and thereby runs, the script of the user once more."""
-
-
 def import_library(extra: str, *names: str) -> ModuleType:
     """Return the first installed module of ``names``.
 
@@ -47,7 +42,9 @@ def import_library(extra: str, *names: str) -> ModuleType:
     """
     for name in names:
         try:
-            with _without(_TELEMETRY.get(name)):
+            # A report of the import from a process of ``multiprocessing`` would run the script of the user once more
+            # in Python 3.14 and later: such a process imports it.
+            with _without(f"{name}_telemetry"):
                 return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name != name:
@@ -61,9 +58,9 @@ def import_library(extra: str, *names: str) -> ModuleType:
 
 
 @contextmanager
-def _without(module: str | None) -> Iterator[None]:
+def _without(module: str) -> Iterator[None]:
     """Make the import of a module raise ``ModuleNotFoundError``, unless it was imported before."""
-    if module is None or module in sys.modules:
+    if module in sys.modules:
         yield
         return
     sys.modules[module] = None  # type: ignore[assignment]
