@@ -37,6 +37,7 @@ from quantizer.proxy.restored_state import untouched
 from quantizer.utils.batches import beside
 from quantizer.utils.child_process import interrupts_end_the_block
 from quantizer.utils.files import checked_file
+from quantizer.utils.signatures import signature_of
 from quantizer.utils.sizes import BATCH, Axes, DataSizes
 from quantizer.utils.structure import exported as exported_part
 from quantizer.utils.structure import fields_of, leaves
@@ -230,6 +231,7 @@ def export_onnx(
     call_compiled_parts(exported)
     _mark_parameters(exported)
     args, keywords = _split(beside(exported, example), regions.io_dtype(dtype))
+    _hide_unknown_annotations(exported)
     _name_positional(exported, args)
     _check_output_names(names, [*inspect.signature(exported.forward).parameters, *keywords])
     parameters = _name_inputs(exported, keywords)
@@ -351,6 +353,22 @@ def _mark_parameters(model: nn.Module) -> None:
     for parameter in model.parameters():
         if not isinstance(parameter, nn.Parameter):
             vars(parameter)["_is_param"] = True
+
+
+def _hide_unknown_annotations(model: nn.Module) -> None:
+    """Remove annotations from the signature of ``forward`` if they cannot be evaluated, since torch evaluates them."""
+    forward = model.forward
+    try:
+        inspect.signature(forward)
+    except (AttributeError, NameError):
+        # Only since Python 3.14: before, the definition of the function raised.
+        def without_annotations(*args: Any, **inputs: Any) -> Any:
+            return forward(*args, **inputs)
+
+        parameters = signature_of(forward).parameters.values()
+        bare = [parameter.replace(annotation=parameter.empty) for parameter in parameters]
+        vars(without_annotations)["__signature__"] = inspect.Signature(bare)
+        vars(model)["forward"] = without_annotations
 
 
 def _name_positional(model: nn.Module, args: tuple[Any, ...]) -> None:

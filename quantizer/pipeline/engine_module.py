@@ -26,6 +26,7 @@ from quantizer.report.record import write_text_atomic
 from quantizer.tasks import Batch
 from quantizer.utils.paths import regular_file
 from quantizer.utils.plain_values import decoded, json_values
+from quantizer.utils.signatures import signature_of
 from quantizer.utils.structure import fields_of, flattened
 
 CALL = "call.json"
@@ -61,7 +62,7 @@ class CallForm:
         cls, model: nn.Module, output: Any, inputs: Iterable[str], omitted: Mapping[str, Omitted] | None = None
     ) -> CallForm:
         """Return the form of a model that returned ``output`` for ``inputs``, without a reference to the model."""
-        return cls(type(model).__name__, inspect.signature(model.forward), output, tuple(inputs), omitted or {})
+        return cls(type(model).__name__, signature_of(model.forward), output, tuple(inputs), omitted or {})
 
     @classmethod
     def by_names(cls, model: str, inputs: Sequence[str], outputs: Sequence[str]) -> CallForm:

@@ -17,6 +17,7 @@ from quantizer.errors import CalibrationError, QuantizerError
 from quantizer.tasks import Batch
 from quantizer.tasks.inputs import EXAMPLE_BATCH_SIZE
 from quantizer.utils.batches import WITHOUT_VALUES
+from quantizer.utils.signatures import signature_of
 from quantizer.utils.sizes import BATCH, SEQUENCE, Axes, DataSizes
 
 LABELS = ("label", "labels")
@@ -25,7 +26,7 @@ LABELS = ("label", "labels")
 
 def named_batches(model: nn.Module, batches: Iterable[Any]) -> list[Batch]:
     """Return batches as CPU tensors by the argument names of ``forward``."""
-    name, signature = type(model).__name__, inspect.signature(model.forward)
+    name, signature = type(model).__name__, signature_of(model.forward)
     result = []
     for number, batch in enumerate(batches):
         keywords = dict(batch) if hasattr(batch, "keys") else {}

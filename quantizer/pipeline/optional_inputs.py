@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quantizer.errors import CalibrationError
 from quantizer.proxy.restored_state import untouched
 from quantizer.tasks import Batch, rows_at
+from quantizer.utils.signatures import signature_of
 from quantizer.utils.sizes import BATCH, DataSizes
 from quantizer.utils.structure import flattened
 
@@ -52,7 +53,7 @@ class Omitted:
 
 def omitted_arguments(model: nn.Module, batches: Sequence[Batch]) -> dict[str, Omitted]:
     """Return the optional arguments of batches that a constant tensor can replace, with this tensor."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = signature_of(model.forward).parameters
     optional = [name for name, value in parameters.items() if value.default is not inspect.Parameter.empty]
     having = {name: [batch for batch in batches if name in batch] for name in optional}
     fills = {name: _fill(model, name, some[0]) for name, some in having.items() if some}
@@ -80,7 +81,7 @@ def completed_batches(model: nn.Module, batches: Sequence[Batch], omitted: Mappi
     passed = {name: number for number, batch in reversed(list(enumerate(batches))) for name in batch}
     if all(batch.keys() == passed.keys() for batch in batches):
         return list(batches)
-    order = [name for name in inspect.signature(model.forward).parameters if name in passed]
+    order = [name for name in signature_of(model.forward).parameters if name in passed]
     order += [name for name in passed if name not in order]
     result = []
     for number, batch in enumerate(batches):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -86,7 +87,11 @@ def rebound(value: Any, twin: Callable[[Any], Any], *, shared: bool = False) -> 
 def copy_attributes(original: types.FunctionType, function: types.FunctionType) -> None:
     """Copy all attributes of ``original`` to ``function`` except code, globals, defaults and closure."""
     function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
-    function.__annotations__ = dict(original.__annotations__)
+    if sys.version_info >= (3, 14) and original.__annotate__ is not None:
+        # Annotations are evaluated when they are read, and may name what exists for type checkers only.
+        function.__annotate__ = original.__annotate__
+    else:
+        function.__annotations__ = dict(original.__annotations__)
     function.__doc__ = original.__doc__
     function.__qualname__ = original.__qualname__
     function.__module__ = original.__module__

@@ -87,6 +87,9 @@ class _Finder(ast.NodeVisitor):
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         self._visit_blocked(node, ReasonCode.IN_F_STRING.text())
 
+    # A t-string of Python 3.14 has the source of its expressions as attributes.
+    visit_TemplateStr = visit_JoinedStr
+
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._visit_blocked(node, ReasonCode.IN_INNER_CLASS.text())
 

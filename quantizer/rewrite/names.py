@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import sys
 import types
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,6 +23,11 @@ from quantizer.plan.reasons import ReasonCode
 from quantizer.rewrite.text_edits import Edit, LineIndex
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+FORMATTED: tuple[type[ast.expr], ...] = (ast.JoinedStr,)
+"""f-strings, and t-strings in Python 3.14 and later."""
+if sys.version_info >= (3, 14):
+    FORMATTED = (ast.JoinedStr, ast.TemplateStr)
 
 # Nodes that bind a name without a Name node.
 _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar
@@ -113,8 +119,8 @@ def is_own(node: ast.expr, first: str | None) -> bool:
 
 def is_literal(node: ast.expr) -> bool:
     """Return whether an operand cannot be a tensor, so that ``+`` adds numbers or joins texts, tuples or lists."""
-    literals = (ast.Constant, ast.JoinedStr, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.Compare)
-    return isinstance(node, literals) or (isinstance(node, ast.UnaryOp) and is_literal(node.operand))
+    literals = (ast.Constant, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.Compare)
+    return isinstance(node, (literals, FORMATTED)) or (isinstance(node, ast.UnaryOp) and is_literal(node.operand))
 
 
 class Scope:
@@ -249,11 +255,11 @@ def _own_statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _names(nodes: list[ast.stmt]) -> Iterator[ast.Name]:
-    """Yield the names in statements, except in classes and f-strings, whose source is not rewritten."""
+    """Yield the names in statements, except in classes, f-strings and t-strings, whose source is not rewritten."""
     waiting: list[ast.AST] = list(nodes)
     while waiting:
         current = waiting.pop()
         if isinstance(current, ast.Name):
             yield current
-        elif not isinstance(current, ast.ClassDef | ast.JoinedStr):
+        elif not isinstance(current, (ast.ClassDef, *FORMATTED)):
             waiting += ast.iter_child_nodes(current)

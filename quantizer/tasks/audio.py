@@ -6,7 +6,6 @@ R values of a file in time, C channels.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +26,7 @@ from quantizer.tasks.datasets.examples import Audio, Example, Speech
 from quantizer.tasks.inputs import Batch, FileInputs, Inputs, Sample
 from quantizer.tasks.outputs import first_output, is_token
 from quantizer.tasks.task import CountedTask, Predictions, examples_of_kind, tasks
+from quantizer.utils.signatures import signature_of
 from quantizer.utils.sizes import BATCH, SEQUENCE, Axes, DataSizes
 
 
@@ -145,7 +145,7 @@ class AudioInputs(FileInputs):
     ) -> None:
         self.recordings = Recordings(extractor, seconds, min_length)
         zeros = self.recordings.extracted([np.zeros(self.recordings.samples, dtype=np.float32)])
-        accepted = inspect.signature(model.forward).parameters
+        accepted = signature_of(model.forward).parameters
         self.names = tuple(name for name in extractor.model_input_names if name in zeros)
         if not set(self.names) <= set(accepted):
             raise TaskError(

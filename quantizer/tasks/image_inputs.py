@@ -5,7 +5,6 @@ Shapes: B images in a batch.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 
 from quantizer.errors import MissingDependencyError, TaskError
 from quantizer.tasks.inputs import Batch, FileInputs
+from quantizer.utils.signatures import signature_of
 
 _INPUT, _MASK = "pixel_values", "pixel_mask"
 _BYTES, _WORDS = 2**8 - 1, 2**16 - 1
@@ -46,7 +46,7 @@ class ImageInputs(FileInputs):
     """
 
     def __init__(self, model: torch.nn.Module, processor: Any) -> None:
-        kind, parameters = type(model).__name__, inspect.signature(model.forward).parameters
+        kind, parameters = type(model).__name__, signature_of(model.forward).parameters
         if _INPUT not in parameters:
             raise TaskError(f"{kind} has no input {_INPUT!r}: expected a model of images")
         self.names: tuple[str, ...] = (_INPUT,)

@@ -5,7 +5,6 @@ Shapes: B samples in a batch, S tokens.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -14,6 +13,7 @@ import torch
 
 from quantizer.errors import TaskError
 from quantizer.utils.dimension_names import CACHE
+from quantizer.utils.signatures import signature_of
 from quantizer.utils.sizes import Axes, DataSizes
 
 Batch: TypeAlias = dict[str, torch.Tensor]
@@ -179,7 +179,7 @@ class TextInputs(Inputs):
         self.min_length = min_length
         self.vocabulary = min(len(tokenizer), getattr(config, "vocab_size", None) or len(tokenizer))
         # A tokenizer may return token types that the model does not use, and a forward with **kwargs would ignore them.
-        accepted = inspect.signature(model.forward).parameters
+        accepted = signature_of(model.forward).parameters
         names = list(tokenizer.model_input_names)
         known = [name for name in names if name in accepted]
         self.names: tuple[str, ...] = tuple(known if "input_ids" in known else names)

@@ -37,6 +37,7 @@ from quantizer.errors import CalibrationError, CalibrationWarning, QuantizerErro
 from quantizer.utils.fingerprint import tensor_version
 from quantizer.utils.paths import regular_file
 from quantizer.utils.progress import counted
+from quantizer.utils.signatures import signature_of
 from quantizer.utils.structure import flattened
 from quantizer.utils.torch_modes import as_ordinary
 
@@ -503,7 +504,7 @@ class Forward:
         """Return the arguments of a model's ``forward``; without a signature, any arguments."""
         owner = type(model).__name__
         try:
-            parameters = inspect.signature(model.forward).parameters.values()
+            parameters = signature_of(model.forward).parameters.values()
         except (TypeError, ValueError):
             # A scripted module has none.
             return cls(owner=owner, names=(), required=0, most=math.inf, keywords=None)

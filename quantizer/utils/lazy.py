@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -40,7 +42,10 @@ def import_library(extra: str, *names: str) -> ModuleType:
     """
     for name in names:
         try:
-            return importlib.import_module(name)
+            # A report of the import from a process of ``multiprocessing`` would run the script of the user once more
+            # in Python 3.14 and later: such a process imports it.
+            with _without(f"{name}_telemetry"):
+                return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name != name:
                 raise MissingDependencyError(str(error.name), extra) from error
@@ -50,3 +55,16 @@ def import_library(extra: str, *names: str) -> ModuleType:
                 f"install it again with  {install_command(extra, '--force-reinstall')}"
             ) from error
     raise MissingDependencyError(names[0], extra)
+
+
+@contextmanager
+def _without(module: str) -> Iterator[None]:
+    """Make the import of a module raise ``ModuleNotFoundError``, unless it was imported before."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.modules.pop(module, None)

@@ -5,7 +5,6 @@ Exports make these axes dynamic, and engines are built, run and timed at these s
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantizer.utils.dimension_names import CACHE, PAST, TOTAL
+from quantizer.utils.signatures import signature_of
 
 Axes = Mapping[str, Mapping[int, str]]
 """Input name to {axis: dimension name}."""
@@ -144,7 +144,7 @@ class DataSizes:
 
 def input_shapes(forward: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> InputShapes:
     """Return the shapes of the tensors that a function is called with, by the names of its arguments."""
-    names = [name for name in inspect.signature(forward).parameters if name not in keywords]
+    names = [name for name in signature_of(forward).parameters if name not in keywords]
     inputs = {**dict(zip(names, args, strict=False)), **keywords}
     return tuple(
         (name, value.is_floating_point(), tuple(value.shape))

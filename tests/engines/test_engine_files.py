@@ -42,6 +42,23 @@ def test_importing_the_package_imports_no_engine_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_script_that_loads_openvino_runs_once(tmp_path: Path) -> None:
+    """OpenVINO reports its import from a process, which since Python 3.14 imports the script that started it."""
+    pytest.importorskip("openvino")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from quantizer.utils.lazy import import_library\n"
+        "print('began', flush=True)\n"
+        "import_library('openvino', 'openvino').Core()\n"
+        "print('openvino_telemetry' in sys.modules, flush=True)\n"
+    )
+    # It reports nothing from the servers of continuous integration.
+    environment = {name: value for name, value in os.environ.items() if name != "CI"} | {"HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["began", "False"]
+
+
 def test_unknown_backend(tmp_path: Path) -> None:
     message = "unknown backend 'tensort'; known: onnxruntime, onnxruntime-avx2, openvino, openvino-avx2, tensorrt, "
     with pytest.raises(EngineError, match=message):

@@ -214,7 +214,7 @@ class Scripted(nn.Module):
         return result
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(8, 32))])
 def test_a_module_that_torchscript_compiled(compiled: Any) -> None:
     q = _calibrated(Scripted(compiled), torch.randn(8, 32))
@@ -236,7 +236,7 @@ class Doubled(nn.Module):
         return result
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(8, 32))])
 def test_a_model_that_torchscript_compiled_as_a_whole_is_refused(compiled: Any, tmp_path: Path) -> None:
     """Before it is run: what it writes into would be the user's data."""

@@ -311,7 +311,7 @@ def test_a_choice_at_run_time_that_calibration_did_not_see_is_an_error() -> None
             frozen(X[:31])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_trace_does_not_compare_weights() -> None:
     # torch warns of every number that a trace reads from a tensor.
     model, _, x = _net("mask")

@@ -347,7 +347,7 @@ for x, y in zip(kept["inputs"], kept["outputs"]):
 """
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
 @pytest.mark.parametrize(
     "imports", some_daily(["import torch; import quantizer", "import quantizer.functional; import torch"], 1)
@@ -391,7 +391,7 @@ def _sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
 @pytest.mark.parametrize(
     ("make", "shape"),

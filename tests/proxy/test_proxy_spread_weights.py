@@ -138,7 +138,7 @@ def test_a_saved_quantizer_spreads_too(tmp_path: Path) -> None:
         assert torch.equal(Quantizer.load(tmp_path / "q").quantize(model)(x), frozen(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_trace_spreads_over_its_batch() -> None:
     torch.manual_seed(0)
     _, frozen = _quantized(Spread("expand").eval())

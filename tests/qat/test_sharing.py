@@ -86,7 +86,7 @@ class Compiled(nn.Module):
         return result
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("own", [False, True], ids=["in place", "copy"])
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(8, 16))])
 def test_a_part_that_torchscript_compiled_is_trained(compiled: Any, own: bool) -> None:
@@ -107,7 +107,7 @@ def test_a_part_that_torchscript_compiled_is_trained(compiled: Any, own: bool) -
     assert torch.equal(q.quantize(model)(x), proxy(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_compiled_part_that_changes_after_quantize_is_an_error() -> None:
     """It shares its large weights with the model, as all parts do."""
     model, x = nn.Sequential(torch.jit.script(nn.Linear(300, 300)), nn.Linear(300, 4)).eval(), torch.randn(4, 300)

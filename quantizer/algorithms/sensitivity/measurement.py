@@ -119,24 +119,31 @@ class Measurement:
         return batches, errors
 
     def _call(self, proxy: nn.Module, run: partial[Any]) -> Any:
-        if self._lock.locked() and self._thread == threading.get_ident():
+        if self._thread == threading.get_ident():
             # The proxy calls itself: only the outer call measures.
             return run()
         # Sites are quantized during the measurement, so passes of other threads must wait.
         with self._lock:
             self._thread, self._inputs = threading.get_ident(), None
-            before = SavedState(proxy)
-            # Copies, because the model may write into its inputs.
-            result = on_own_tensors(run)()
-            if self._inputs is not None:
-                after = SavedState(proxy)
-                try:
-                    before.restore()
-                    self._measure(proxy, *self._inputs, result)
-                finally:
-                    after.restore()
-                    self._inputs = None
-            return result
+            try:
+                return self._measured(proxy, run)
+            finally:
+                # Before the lock is released: the next owner is not this thread.
+                self._thread = 0
+
+    def _measured(self, proxy: nn.Module, run: partial[Any]) -> Any:
+        before = SavedState(proxy)
+        # Copies, because the model may write into its inputs.
+        result = on_own_tensors(run)()
+        if self._inputs is not None:
+            after = SavedState(proxy)
+            try:
+                before.restore()
+                self._measure(proxy, *self._inputs, result)
+            finally:
+                after.restore()
+                self._inputs = None
+        return result
 
     def _note(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if self._inputs is None:
