@@ -36,12 +36,20 @@ _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandl
 def functions_in(tree: ast.Module) -> Iterator[tuple[str, FunctionNode, str | None]]:
     """Yield qualified name, node and surrounding class of all functions at module level and all methods.
 
-    A function defined inside another is part of it, except for the methods of a class.
+    A function defined inside another is part of it, except for the methods of a class that may be a module: one with a
+    base, or that is the base of another one there.
     """
 
     def walk(
         body: list[ast.stmt], prefix: str, inside: Literal["module", "class", "function"]
     ) -> Iterator[tuple[str, FunctionNode, str | None]]:
+        bases = {
+            base.id
+            for node in body
+            if isinstance(node, ast.ClassDef)
+            for base in node.bases
+            if isinstance(base, ast.Name)
+        }
         for node in body:
             if isinstance(node, FunctionNode):
                 if inside != "function":
@@ -49,7 +57,8 @@ def functions_in(tree: ast.Module) -> Iterator[tuple[str, FunctionNode, str | No
                     yield prefix + node.name, node, owner
                 yield from walk(node.body, f"{prefix}{node.name}.<locals>.", "function")
             elif isinstance(node, ast.ClassDef):
-                yield from walk(node.body, f"{prefix}{node.name}.", "class")
+                if inside != "function" or node.bases or node.name in bases:
+                    yield from walk(node.body, f"{prefix}{node.name}.", "class")
             else:
                 for name in ("body", "orelse", "finalbody"):
                     yield from walk(getattr(node, name, []), prefix, inside)

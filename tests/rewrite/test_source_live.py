@@ -208,5 +208,5 @@ def test_globals_that_cannot_be_written_in_place_are_said(tmp_path: Path, body: 
 
 def test_variables_of_a_function_around_a_class_are_no_globals(tmp_path: Path) -> None:
     body = "def forward(self, a, b):\n            return (a @ b) * SCALE\n    return Inner\n"
-    text = f"def make(SCALE):\n    class Inner:\n        {body}"
+    text = f"def make(SCALE):\n    class Inner(Module):\n        {body}"
     assert "_quantizer_live" not in rewritten(tmp_path, text)

@@ -354,14 +354,16 @@ def test_functions_under_conditions_and_in_functions(tmp_path: Path) -> None:
         with open:
             def three(self, a): return a @ a
         def four(self):
-            class Inner:
+            class Inner(Base):
                 def five(self, a): return a @ a
+            class Helper:
+                def seven(self, a): return a @ a
             def six(self, a): return a @ a
             return Inner
         """,
     )
     found = {(name, len(function.sites)) for (name, _), function in file.functions.items()}
-    assert found == {("one", 1), ("C.two", 1), ("three", 1), ("four", 2), ("four.<locals>.Inner.five", 1)}
+    assert found == {("one", 1), ("C.two", 1), ("three", 1), ("four", 3), ("four.<locals>.Inner.five", 1)}
     assert len(file.functions) == 7
     assert file.rewritten_text().count(".site_") == 6
     assert stripped(file) == ast.dump(ast.parse(file.text))

@@ -370,6 +370,20 @@ def test_a_class_made_by_a_function() -> None:
     assert_same(Quantizer(preset="plain").proxy(make(3.0))(X), make(3.0)(X))
 
 
+class LocalHelper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        class Gram:
+            def of(self, x: Tensor) -> Tensor:
+                return torch.matmul(x, x.T)
+
+        return torch.matmul(Gram().of(x), x)
+
+
+def test_a_class_in_a_method_that_is_no_module() -> None:
+    """Its ``self`` has no sites: the call in it stays as it is, and the one around it is quantized."""
+    _check(LocalHelper(), "forward.matmul_1")
+
+
 _HELPERS = """
 import torch
 from torch import nn
