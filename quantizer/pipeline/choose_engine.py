@@ -521,8 +521,8 @@ class _CandidateBuilder:
 
         What came of it counts at the engine's turn. One that is not built in time is tried then.
         """
-        # Torch's backend changes the warning filters of the process, as the block does.
-        if profile(first.backend).library == "torch":
+        # Torch's backends change the warning filters of the process, as the block does.
+        if self.is_on_gpu or profile(first.backend).library == "torch":
             yield
             return
         floats = [variant for variant in self._variants if (variant.backend, variant.dtype) == (first.backend, None)]
