@@ -106,7 +106,7 @@ def test_convolutions_with_computed_weights_are_not_equalized() -> None:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.first, self.maker, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 144), nn.Conv2d(4, 4, 3)
+            self.first, self.maker, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 144), nn.Conv2d(4, 8, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             y = torch.relu(self.first(x))

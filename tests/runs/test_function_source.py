@@ -101,7 +101,7 @@ def test_a_budget_by_the_function() -> None:
     assert record.fallback.max_drop == 0.5
     (check,) = record.fallback.checks
     assert check.samples is None
-    assert check.drop == pytest.approx(-(record.scores[2].difference or 0.0))
+    assert check.drop == pytest.approx(-(record.scores[1].difference or 0.0))
     assert record.fallback.outcome.verdict == "met"
     # No score is kept beside a complete run.
     assert not Path("out.search").exists()
