@@ -229,7 +229,7 @@ def test_in_several_processes(at: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "1 run failed" in (at / "swept" / "comparison.html").read_text()
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored in.*logs/DEBUG_:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:Exception ignored .*logs/DEBUG_:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("cluster", ["debug", pytest.param("local", marks=pytest.mark.nightly)])
 def test_in_jobs_of_a_launcher(
     cluster: str, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
