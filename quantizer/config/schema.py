@@ -106,7 +106,7 @@ class EngineConfig(Section):
         "machine. null: the device of the named backends, else the CPU; in quantize_model the device of the model's "
         "parameters.",
     )
-    inference_precision: Literal["float32", "bfloat16", "float16"] | None = Field(
+    inference_precision: Literal["float16", "bfloat16", "float32"] | None = Field(
         default=None,
         description="Precision of non-quantized operations. OpenVINO: 'float32' or 'bfloat16'; null: float32. "
         "torch-cuda: 'float16' or 'bfloat16'; null: float16, or bfloat16 for a file in bfloat16. Others use the types "

@@ -158,7 +158,7 @@ EARLY = {
     f"{INT8} --dtype fp8": "quantizer.dtype: openvino does not support activations in fp8; use int8, uint8",
     f"{OPENVINO} --compute-capability sm89": "--compute-capability sm89 is only for --backend tensorrt-rtx",
     f"{BERT} --backend onnxruntime --inference-precision bfloat16": "types of the ONNX file; remove 'bfloat16'",
-    f"{OPENVINO} --inference-precision int8": "engine.inference_precision: got the text 'int8'; expected 'float",
+    f"{OPENVINO} --inference-precision int8": "engine.inference_precision: got the text 'int8'; expected 'float16'",
     f"{BERT} {RTX} ada": "--compute-capability ada: engine.compute_capability: got the text 'ada'; expected a compute",
     f"{BERT} {RTX} sm999": "engine.compute_capability: tensorrt-rtx does not support 'sm999'",
     f"{BERT} {DATA} --dtype fp8 {RTX} sm80": "engine.compute_capability: 'sm80' has no FP8",
