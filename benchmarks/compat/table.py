@@ -52,7 +52,7 @@ wheel for Python 3.11 has one for 3.14.
 |---|---|---|---|---|
 | 3.12.1 | `rewrite`, `proxy`, `plan`, `calibration`, `export`, `config` | 3,755 | 4 | 2026-12-01 |
 | 3.13.0 | all | 9,708 | 26 | 2026-12-01 |
-| 3.14.8 | all | 9,727 | 24 | 2026-12-01 |
+| 3.14.8 | all | 9,728 | 24 | 2026-12-01 |
 
 - Tests are skipped for packages that `make test` does not install, such as timm, and for syntax of a later Python.
 - 24 tests failed with Python 3.14 in their first run and are counted as passed, since they passed alone afterwards:
