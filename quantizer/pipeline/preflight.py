@@ -40,6 +40,7 @@ from quantizer.pipeline.preflight_checks import (
 )
 from quantizer.pipeline.progress import earlier_stages, rounded_time
 from quantizer.pipeline.resume import require_names
+from quantizer.pipeline.scores import scores_forms
 from quantizer.pipeline.search_max_drop import budget_warnings, samples_searched
 from quantizer.plan.targets import AUTO, profile
 from quantizer.report import Stage
@@ -110,8 +111,9 @@ def sample_passes(config: RunConfig, examples: Mapping[str, Sequence[Example]]) 
     """Return the minimum number of forward passes in a run, counted per sample."""
     count = {name: len(part) for name, part in examples.items()}
     passes: float = calibration_passes(config.quantizer.preset, count.get("calibration", 0))
-    # The float model and the engine are scored; with training the quantized model before and after it, too.
-    forms = 2 + (2 if config.qat is not None else int(config.report.diagnose))
+    frozen = 1 if config.qat is None else 2
+    # The float model and the engine are always scored.
+    forms = 2 + (frozen if scores_forms(config, here=True) else 0)
     passes += forms * count.get("evaluation", 0) + count.get("head", 0)
     if config.fallback is not None and config.fallback.max_drop is not None:
         passes += count.get("tuning", 0) * config.fallback.evaluations

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from quantizer.config import RunConfig
 from quantizer.errors import TaskError
 from quantizer.pipeline.context import RunContext, Runnable, as_predictor, bar, predict, score_record
 from quantizer.pipeline.engine_module import CallForm, EngineModule
@@ -28,6 +29,14 @@ from quantizer.tasks import Example, Predictions, Task
 from quantizer.tasks.datasets.examples import content_of
 from quantizer.tasks.metrics import resampled_scores
 from quantizer.utils.records import paired_interval
+
+
+def scores_forms(config: RunConfig, *, here: bool) -> bool:
+    """Return whether frozen models are scored: those of a training, and where the engine does not run ``here``.
+
+    The outputs of an engine are compared with those of its proxy, so that a score of the proxy only serves a diagnosis.
+    """
+    return config.qat is not None or config.report.diagnose or not here
 
 
 class Metric(Protocol):

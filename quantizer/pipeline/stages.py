@@ -46,6 +46,7 @@ from quantizer.pipeline.open_axes import settle_axes
 from quantizer.pipeline.preflight_checks import require_tools
 from quantizer.pipeline.processes import from_first_rank, require_same_work
 from quantizer.pipeline.run_engines import RunEngines, nearest_form
+from quantizer.pipeline.scores import scores_forms
 from quantizer.pipeline.search_max_drop import (
     CHECK_BY_FUNCTION,
     CHECK_ON_ROWS,
@@ -325,14 +326,6 @@ def _of_proxy(job: Job, batches: Mapping[str, Sequence[Batch]]) -> Iterator[Outp
 
 def _named(job: Job, graph: str, output: str) -> str:
     return f"{graph}: {output}" if job.graphs.several else output
-
-
-def scores_forms(config: RunConfig, *, here: bool) -> bool:
-    """Return whether frozen models are scored: those of a training, and where the engine does not run ``here``.
-
-    The outputs of an engine are compared with those of its proxy, so that a score of the proxy only serves a diagnosis.
-    """
-    return config.qat is not None or config.report.diagnose or not here
 
 
 def score_models(job: Job) -> None:

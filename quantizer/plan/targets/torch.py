@@ -42,7 +42,7 @@ TORCH_CUDA = profiles.add("torch-cuda")(
         name="torch-cuda",
         float_dtype="float16",
         # Residual adds are part of the kernel of the layer before them, in float. Embeddings stay in float, because
-        # their sum and the norm after it are one kernel; attention is torch's kernel in 16 bits.
+        # their sum and the norm after it are one kernel. Attention reads 16 bits.
         site_kinds=frozenset({"linear"}),
         activation_dtypes=frozenset({"int8", "uint8", "fp8"}),
         weight_dtypes=frozenset({"int8", "fp8"}),
